@@ -1,0 +1,29 @@
+"""Errors that reach a user: one line each, with both numbers and what to do next."""
+
+
+class QwenEngineError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(QwenEngineError, ValueError):
+    """The engine's options, the checkpoint's config.json or the machine do not fit together."""
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """An option name that does not exist."""
+
+
+class RequestError(QwenEngineError, ValueError):
+    """A request that is refused at admission. `param` names the offending field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class CheckpointError(QwenEngineError):
+    """Weights on disk that do not match the model; the message lists every fault found."""
+
+
+class EngineDeadError(QwenEngineError, RuntimeError):
+    """The engine was closed or has failed and takes no more requests."""
