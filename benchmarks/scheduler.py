@@ -1,0 +1,92 @@
+"""Cost of scheduling on the host: a decode step of many running requests, a prefix match, and a large pool's start.
+
+python benchmarks/scheduler.py [--num-seqs 256] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+from qwen_engine.request import Request, SamplingParams
+from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
+from qwen_engine.scheduling.scheduler import Scheduler
+
+
+def decode_step_us(num_seqs: int, num_steps: int = 400) -> float:
+    """Median microseconds of schedule + apply with `num_seqs` decoding requests."""
+    scheduler = Scheduler(
+        BlockManager(num_blocks=200_000, block_size=16),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=1 << 20,
+        max_model_len=8192,
+        vocab_size=151_936,
+    )
+    params = SamplingParams(max_tokens=4096, temperature=0.0)
+    for index in range(num_seqs):
+        prompt = [(index * 131 + i) % 50_000 for i in range(512 + index % 16)]
+        scheduler.add(Request(f"r{index}", prompt, params, eos_token_ids=(151_645, 151_643)))
+    times = []
+    for step in range(num_steps):
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        scheduler.apply(plan.step, [step % 50_000] * len(plan.slots))
+        times.append(time.perf_counter() - start)
+        if step == 0:
+            times.clear()  # the prompts
+    return statistics.median(times) * 1e6
+
+
+def match_us_per_block(num_blocks: int = 2048, repeats: int = 20) -> float:
+    """Microseconds per cached block: keys of a fresh prompt computed, looked up and referenced."""
+    manager = BlockManager(num_blocks=2 * num_blocks, block_size=16)
+    token_ids = [i % 30_000 for i in range(num_blocks * 16)]
+    keys: list = []
+    extend_block_keys(keys, token_ids, 16, None)
+    blocks = manager.allocate(num_blocks)
+    for block_id, key in zip(blocks, keys):
+        manager.publish(block_id, key)
+    manager.release(blocks)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        keys = []
+        extend_block_keys(keys, token_ids, 16, None)
+        matched = manager.match(keys)
+        manager.num_unreferenced(matched)
+        manager.acquire(matched)
+        times.append(time.perf_counter() - start)
+        assert len(matched) == num_blocks
+        manager.release(matched)
+    return statistics.median(times) / num_blocks * 1e6
+
+
+def pool_start_s(num_blocks: int = 1_000_000) -> float:
+    start = time.perf_counter()
+    BlockManager(num_blocks=num_blocks, block_size=16)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    figures = {
+        "num_seqs": args.num_seqs,
+        "decode_step_us": round(decode_step_us(args.num_seqs), 1),
+        "match_us_per_block": round(match_us_per_block(), 3),
+        "pool_start_s": round(pool_start_s(), 3),
+    }
+    print(f"schedule + apply, {args.num_seqs} decoding requests  {figures['decode_step_us']:8.1f} us   (goal 300)")
+    print(f"prefix match, per cached block                {figures['match_us_per_block']:8.3f} us   (goal 1.5)")
+    print(f"pool of 1,000,000 blocks starts in            {figures['pool_start_s']:8.3f} s    (goal 1)")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

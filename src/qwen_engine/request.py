@@ -1,0 +1,366 @@
+"""What a user asks for and gets: `SamplingParams`, `Request` (one sequence inside the engine) and the outputs.
+
+A `Request` is owned by the scheduler from admission to its end; `num_computed_tokens` is its only progress.
+Ranges are checked here, in one place; what depends on the model (vocabulary, context) is checked by
+`SamplingParams.check_model`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qwen_engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+GREEDY_TEMPERATURE = 0.01
+"""Temperatures up to this one choose the most likely token; smaller positive ones are raised to it."""
+MAX_SAMPLES = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 256
+MAX_LOGIT_BIAS = 1024
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose and end the tokens of a request. Out-of-range values raise RequestError naming the parameter.
+
+    n: independent samples of one prompt.
+    temperature: 0 (or ≤ 0.01) takes the most likely token, the lowest id on ties, whatever the other fields say.
+    top_k: keep the k most likely tokens; 0 and -1 keep all. top_p: keep the smallest set with this much probability.
+    min_p: keep tokens with at least min_p times the top probability. Applied in the order min_p, top_k, top_p.
+    presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens in the output.
+    repetition_penalty: logits of tokens in prompt or output are divided (if positive) or multiplied by it.
+    seed: makes the noise of a request depend on seed and position only; None (or -1) takes one from the engine.
+    logit_bias: token id → value added to its logit, clamped to [-100, 100]. allowed_token_ids: all others are masked.
+    bad_words: strings that may not be completed. stop, stop_token_ids: end the output; stop strings are cut off unless
+    include_stop_str_in_output. min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
+    ignore_eos: the checkpoint's end-of-sequence ids do not end the output.
+    logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
+    tokens.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        _check_integer("n", self.n, 1, MAX_SAMPLES)
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        if 0 < self.temperature < GREEDY_TEMPERATURE:
+            logger.warning("temperature %g is raised to %g, which is greedy", self.temperature, GREEDY_TEMPERATURE)
+            object.__setattr__(self, "temperature", GREEDY_TEMPERATURE)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_integer("top_k", self.top_k, -1, INT64_MAX)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, INT64_MIN, INT64_MAX)
+        _check_integer("min_tokens", self.min_tokens, 0, INT64_MAX)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1, INT64_MAX)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", param="min_tokens"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 0, INT64_MAX)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
+        self._normalise_collections()
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(f"n is {self.n}, but greedy samples are all equal; raise temperature", param="n")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", param="stop")
+
+    def _normalise_collections(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        ids = _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, INT64_MAX)
+            if not allowed:
+                raise RequestError("allowed_token_ids is empty; no token could be chosen", param="allowed_token_ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def check_model(self, *, vocab_size: int, max_logprobs: int) -> None:
+        """Checks what depends on the model: ids lie in the vocabulary, logprob counts under the cap."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(f"{name} holds id {token_id}; ids are 0 to {vocab_size - 1}", param=name)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value > max_logprobs:
+                raise RequestError(f"{name} is {value}; at most {max_logprobs} are returned", param=name)
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """One sequence of tokens and its progress. The scheduler alone changes it.
+
+        token_ids   [ prompt ............... | output ......... ]            values known on the host
+        num_tokens  [ ................................................ )     plus tokens sampled by a launched step
+        KV written  [ num_computed_tokens ....... )                          by all launched steps
+
+    Computing positions [num_computed_tokens, num_tokens) yields the next token. Between launch and result of a step,
+    `num_tokens` is one ahead of `token_ids`; the value is on the device only.
+    """
+
+    __slots__ = (
+        "admission_step",
+        "arrival",
+        "bad_word_ids",
+        "block_ids",
+        "block_keys",
+        "cache_salt",
+        "finish_reason",
+        "limit_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "num_tokens",
+        "params",
+        "priority",
+        "request_id",
+        "seed",
+        "slot",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        eos_token_ids: Sequence[int] = (),
+        bad_word_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.bad_word_ids = bad_word_ids
+        self.stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        )
+
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.limit_tokens = 0  # prompt + output may not pass this; set at admission to the queue
+        self.arrival = 0  # set at admission to the queue
+        self.admission_step = 0  # the step in which it last got its slot and blocks
+
+        self.slot = -1
+        self.block_ids: list[int] = []
+        self.block_keys: list[bytes] = []  # prefix-index keys of the leading full blocks
+        self.num_published_blocks = 0
+
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Raw log-probability of one token at one position, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id → Logprob at one position: the top ones, and always the token that stands there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds; `arrival_time` is a `time.monotonic()` reading, the others are spans from it."""
+
+    arrival_time: float
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a request. `finish_reason` is "stop", "length", "abort", or None while it runs.
+
+    stop_reason: the stop string or stop token id that ended it; None for end-of-sequence and length.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Everything known of a request so far. `out["text"]`, `out["token_ids"]` are short for `out.outputs[0]`'s."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    metrics: RequestMetrics | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason"):
+            return getattr(self.outputs[0], name)
+        raise KeyError(name)
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}; it must be a finite number in {bounds}", param=name)
+    if not (low < value if open_low else low <= value) or not value <= high:
+        raise RequestError(f"{name} is {value}; it must be in {bounds}", param=name)
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {_shown(value)}; it must be an integer", param=name)
+    if not low <= value <= high:
+        limit = f"at least {low}" if value < low else f"at most {high}"
+        raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
+
+
+def _strings(name: str, value: Any, max_count: int, max_chars: int) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} is {type(value).__name__}; it must be a list of strings", param=name)
+    if len(value) > max_count:
+        raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name} holds {_shown(text)}; every entry must be a non-empty string", param=name)
+        if len(text) > max_chars:
+            raise RequestError(f"{name} holds a string of {len(text)} characters; at most {max_chars}", param=name)
+    return tuple(value)
+
+
+def _token_ids(name: str, value: Any, max_count: int) -> tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
+        raise RequestError(f"{name} is {type(value).__name__}; it must be a list of token ids", param=name)
+    if len(value) > max_count:
+        raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
+    for token_id in value:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise RequestError(f"{name} holds {_shown(token_id)}; every entry must be a token id", param=name)
+    return tuple(value)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"logit_bias is {type(value).__name__}; it must map token ids to numbers", param="logit_bias"
+        )
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias"
+        )
+    biases = {}
+    for key, bias in value.items():
+        try:
+            token_id = int(key)
+        except (TypeError, ValueError):
+            raise RequestError(f"logit_bias holds key {_shown(key)}; keys are token ids", param="logit_bias") from None
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
+            raise RequestError(
+                f"logit_bias of id {token_id} is {_shown(bias)}; it must be a number", param="logit_bias"
+            )
+        biases[token_id] = max(-100.0, min(100.0, float(bias)))
+    return biases
+
+
+def _shown(value: object) -> str:
+    """A value as an error message shows it: never longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

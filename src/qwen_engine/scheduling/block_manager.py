@@ -1,0 +1,140 @@
+"""The paged KV pool: who references which block, and which blocks hold a prefix that can be reused.
+
+A block is in exactly one of three states:
+
+    blank       no reference, nothing to reuse            in `_blank`
+    cached      no reference, its key is in the index     in `_cached`, least recently used first
+    referenced  in one or more block tables               ref count > 0; its key may be in the index too
+
+A block enters the index only after its KV has been computed (`publish`), and leaves it when it is handed out again.
+Releasing a table puts its tail before its head, so a chain is evicted from the end. The scheduler is the only caller.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+from qwen_engine.errors import QwenEngineError
+
+BlockKey = bytes
+"""SHA-256 of salt and every token before the block, then the block's own token ids as int32.
+
+The index compares whole keys, so the tokens of a block are compared on every hit.
+"""
+
+
+def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size: int, salt: str | None) -> None:
+    """Appends the keys of the full blocks of `token_ids` that `keys` does not hold yet."""
+    first, last = len(keys), len(token_ids) // block_size
+    if first >= last:
+        return
+    digest = sha256(keys[-1] if keys else (salt or "").encode()).digest()
+    tokens = array("i", token_ids[first * block_size : last * block_size]).tobytes()
+    stride = 4 * block_size
+    for start in range(0, len(tokens), stride):
+        key = digest + tokens[start : start + stride]
+        keys.append(key)
+        digest = sha256(key).digest()
+
+
+class BlockManager:
+    """A pool of `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._ref_counts = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest ids go out first
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[BlockKey, int] = {}
+        self._key_of: dict[int, BlockKey] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody references; `allocate` can hand out this many."""
+        return len(self._blank) + len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Blocks that hold the longest indexed prefix of `keys`. They are not referenced yet: call `acquire`."""
+        blocks = []
+        block_of = self._block_of
+        for key in keys:
+            block_id = block_of.get(key)
+            if block_id is None:
+                break
+            blocks.append(block_id)
+        return blocks
+
+    def num_unreferenced(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks `acquire` would take out of the free ones."""
+        ref_counts = self._ref_counts
+        return sum(1 for block_id in block_ids if ref_counts[block_id] == 0)
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Adds one reference to each of these indexed blocks."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._cached[block_id]
+            self._ref_counts[block_id] += 1
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Hands out blocks with one reference each; evicts the least recently used cached ones."""
+        if num_blocks > self.num_free_blocks:
+            raise QwenEngineError(f"{num_blocks} KV blocks were asked for; {self.num_free_blocks} are free")
+        blocks = []
+        for _ in range(num_blocks):
+            if self._blank:
+                block_id = self._blank.pop()
+            else:
+                block_id, _ = self._cached.popitem(last=False)
+                del self._block_of[self._key_of.pop(block_id)]
+            self._ref_counts[block_id] = 1
+            blocks.append(block_id)
+        return blocks
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference of each block of a table, last block first."""
+        ref_counts = self._ref_counts
+        for block_id in reversed(block_ids):
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
+                if block_id in self._key_of:
+                    self._cached[block_id] = None
+                else:
+                    self._blank.append(block_id)
+
+    def publish(self, block_id: int, key: BlockKey) -> None:
+        """Makes a computed, referenced block reusable. Of two blocks with one key, the first stays in the index."""
+        if self.enable_prefix_caching and key not in self._block_of:
+            self._block_of[key] = block_id
+            self._key_of[block_id] = key
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every indexed prefix; referenced blocks stay with their owners."""
+        self._blank.extend(self._cached)
+        self._cached.clear()
+        self._block_of.clear()
+        self._key_of.clear()
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Verifies every invariant against the block tables in use; raises AssertionError. For tests and debugging."""
+        mentions = Counter(block_id for table in tables for block_id in table)
+        for block_id, count in enumerate(self._ref_counts):
+            assert count == mentions[block_id], f"block {block_id}: {count} references, {mentions[block_id]} mentions"
+        blank, cached = set(self._blank), set(self._cached)
+        assert len(blank) == len(self._blank), "a block is blank twice"
+        assert not blank & cached, "a block is blank and cached"
+        assert not (blank | cached) & set(mentions), "a free block is referenced"
+        assert len(blank) + len(cached) + len(mentions) == self.num_blocks, "blocks were lost"
+        assert not blank & set(self._key_of), "a blank block has a key"
+        assert cached <= set(self._key_of), "a cached block has no key"
+        assert {block: key for key, block in self._block_of.items()} == self._key_of, "index and keys disagree"
+        assert all(len(key) == 32 + 4 * self.block_size for key in self._block_of), "a key of a partial block"

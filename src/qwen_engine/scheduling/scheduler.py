@@ -1,0 +1,356 @@
+"""Decides which tokens are computed next.
+
+A step is a budget of tokens: first one token for every decoding request, then chunks of prompts that are under way,
+then requests from the queue. There is no prefill or decode state: a request has `num_tokens` known tokens of which
+`num_computed_tokens` have KV, and a step closes part of that gap.
+
+Invariants:
+- `waiting` and `running` are two ends of one order (priority, then arrival): the best waiting request is admitted next,
+  the worst running request is preempted first.
+- A running request holds blocks for every token it knows, so only a decode that enters a new block can run out.
+- The first running request is never preempted: alone, every admitted request fits in the pool.
+- `schedule` may run ahead of `apply` by any number of steps. Steps execute in order, so a block or slot given up here
+  can be handed out at once: whatever still reads it was launched earlier.
+
+The engine core is the only caller.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from qwen_engine.errors import RequestError
+from qwen_engine.request import Request, RequestStatus
+from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
+from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
+
+
+@dataclass(slots=True)
+class _LaunchedStep:
+    """What `apply` needs of a scheduled step: its rows as (request, token index where the row ends).
+
+    Rows that sample are in `requests` and `ends`, in plan order; chunks that do not reach the last token in `partial`.
+    """
+
+    step: int
+    requests: list[Request] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    partial: list[tuple[Request, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Scheduler and owner of every live request.
+
+    max_num_seqs: slots, so most requests that run at once. max_num_batched_tokens: budget of a step, ≥ max_num_seqs.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        policy: str = "fcfs",
+        max_num_waiting: int | None = None,
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.policy = policy
+        self.max_num_waiting = max_num_waiting
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []  # worst first: the next one to admit is popped from the end
+        self.running: list[Request] = []  # best first: the next one to preempt is popped from the end
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._launched: deque[_LaunchedStep] = deque()
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        """Admits a request to the queue. Raises RequestError if it can never run or the queue is full."""
+        self._check_admissible(request)
+        request.limit_tokens = self._limit_tokens(request)
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        insort(self.waiting, request, key=self._reverse_order)
+
+    def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> Request | None:
+        """Ends a request at any moment of its life and frees what it holds. Unknown or ended ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            del self.running[bisect_left(self.running, self._order(request), key=self._order)]
+            self._give_up(request)
+        else:
+            del self.waiting[bisect_left(self.waiting, self._reverse_order(request), key=self._reverse_order)]
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self._forget(request)
+        return request
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step; None when no request can move before a launched step is applied."""
+        launched = _LaunchedStep(self._num_steps)
+        plan = StepPlan(step=self._num_steps, slots=[], num_tokens=[])
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_decodes(self.max_num_batched_tokens, plan, launched)
+        budget = self._schedule_chunks(budget, plan, launched)
+        if self.num_preemptions == num_preemptions:
+            self._admit(budget, plan, launched)
+        if not plan.slots:
+            return None
+        plan.freed_slots.extend(self._freed_slots)
+        self._freed_slots.clear()
+        self._launched.append(launched)
+        self._num_steps += 1
+        return plan
+
+    def apply(self, step: int, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
+        """Takes the tokens `step` sampled, one per sampling row in order; returns (request, token) pairs.
+
+        Ended requests are left out. Steps are applied in the order they were scheduled. A request that ends here has
+        `finish_reason` set.
+        """
+        launched = self._launched.popleft()
+        if launched.step != step or len(token_ids) != len(launched.requests):
+            raise AssertionError(f"step {step} with {len(token_ids)} tokens is not launched step {launched.step}")
+        for request, end in launched.partial:
+            self._publish(request, end, step)
+        block_size = self.block_manager.block_size
+        outputs = []
+        for request, end, token_id in zip(launched.requests, launched.ends, token_ids):
+            if request.status is RequestStatus.FINISHED:
+                continue
+            known = request.token_ids
+            known.append(token_id)
+            outputs.append((request, token_id))
+            if end // block_size > request.num_published_blocks:
+                self._publish(request, end, step)
+            if token_id in request.stop_ids:
+                stop_reason = token_id if token_id in request.params.stop_token_ids else None
+                self.finish(request.request_id, "stop", stop_reason)
+            elif len(known) >= request.limit_tokens:
+                self.finish(request.request_id, "length")
+        return outputs
+
+    def check(self) -> None:
+        """Verifies every invariant; raises AssertionError. For tests and debugging."""
+        self.block_manager.check(request.block_ids for request in self.running)
+        assert self.running == sorted(self.running, key=self._order), "running is out of order"
+        assert self.waiting == sorted(self.waiting, key=self._reverse_order), "waiting is out of order"
+        assert {id(r) for r in self.requests.values()} == {id(r) for r in self.running + self.waiting}
+        slots = [request.slot for request in self.running]
+        assert len(set(slots)) == len(slots), "a slot is used twice"
+        assert not set(slots) & set(self._free_slots), "a used slot is free"
+        block_size = self.block_manager.block_size
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert 0 <= request.num_cached_tokens < request.num_tokens
+            assert request.num_computed_tokens <= request.num_tokens <= request.limit_tokens
+            assert len(request.token_ids) <= request.num_tokens
+            assert request.num_computed_tokens <= len(request.block_ids) * block_size
+            assert request.num_published_blocks * block_size <= request.num_computed_tokens
+        for request in self.waiting:
+            assert request.status is RequestStatus.WAITING
+            assert not request.block_ids
+            assert request.slot == -1
+            assert request.num_computed_tokens == 0
+
+    def _check_admissible(self, request: Request) -> None:
+        num_prompt, max_len = request.num_prompt_tokens, self.max_model_len
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        if self.max_num_waiting is not None and len(self.waiting) >= self.max_num_waiting:
+            raise RequestError(f"{len(self.waiting)} requests are waiting; max_num_waiting is {self.max_num_waiting}")
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
+        if num_prompt >= max_len:
+            raise RequestError(
+                f"prompt has {num_prompt} tokens; max_model_len is {max_len} and must hold an output token too",
+                param="prompt",
+            )
+        try:
+            ids = array("i", request.token_ids)
+        except (TypeError, OverflowError):
+            raise RequestError("prompt token ids must be 32-bit integers", param="prompt") from None
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(f"prompt holds token id {bad}; ids are 0 to {self.vocab_size - 1}", param="prompt")
+        if request.cache_salt is not None and (not isinstance(request.cache_salt, str) or not request.cache_salt):
+            raise RequestError("cache_salt must be a non-empty string", param="cache_salt")
+        pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
+        max_tokens = request.params.max_tokens
+        # The last token of a request is never computed, so it takes no KV.
+        num_kv_tokens = num_prompt if max_tokens is None else min(num_prompt + max_tokens, max_len) - 1
+        if num_kv_tokens > pool_tokens:
+            raise RequestError(
+                f"request needs KV for up to {num_kv_tokens} tokens; the whole pool holds {pool_tokens}: "
+                "lower max_tokens, shorten the prompt or give the engine more KV memory",
+                param="max_tokens" if num_prompt <= pool_tokens else "prompt",
+            )
+
+    def _limit_tokens(self, request: Request) -> int:
+        pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
+        if request.params.max_tokens is None:
+            return min(self.max_model_len, pool_tokens + 1)
+        return min(request.num_prompt_tokens + request.params.max_tokens, self.max_model_len)
+
+    def _schedule_decodes(self, budget: int, plan: StepPlan, launched: _LaunchedStep) -> int:
+        """One token for every running request that lacks exactly one; preempts from the end when blocks run out."""
+        block_manager, running = self.block_manager, self.running
+        block_size = block_manager.block_size
+        slots, requests, ends = plan.slots, launched.requests, launched.ends
+        for request in running:  # loses elements at its end only, when a victim is taken
+            end = request.num_tokens
+            if end - request.num_computed_tokens != 1 or end >= request.limit_tokens:
+                continue
+            if end > len(request.block_ids) * block_size:
+                while not block_manager.num_free_blocks and running[-1] is not request:
+                    self._preempt(running.pop())
+                if not block_manager.num_free_blocks:
+                    self._preempt(running.pop())
+                    break
+                (block_id,) = block_manager.allocate(1)
+                request.block_ids.append(block_id)
+                plan.new_blocks.append((request.slot, block_id))
+            request.num_computed_tokens = end
+            request.num_tokens = end + 1
+            slots.append(request.slot)
+            requests.append(request)
+            ends.append(end)
+        plan.num_tokens.extend([1] * len(slots))
+        return budget - len(slots)
+
+    def _schedule_chunks(self, budget: int, plan: StepPlan, launched: _LaunchedStep) -> int:
+        """The next chunk of every running request that lacks more than one token, in order."""
+        for request in self.running:
+            num_missing = request.num_tokens - request.num_computed_tokens
+            if num_missing > 1 and budget:
+                num_tokens = min(num_missing, budget)
+                budget -= num_tokens
+                self._add_chunk(request, num_tokens, plan, launched)
+        return budget
+
+    def _admit(self, budget: int, plan: StepPlan, launched: _LaunchedStep) -> None:
+        """Moves requests from the queue to running while budget, slots and blocks last; nobody passes its head.
+
+        Blocks for all known tokens are taken at once, plus one left free for each running request, so that an admitted
+        request is not preempted again before it has moved.
+        """
+        block_manager = self.block_manager
+        while budget and self.waiting and self._free_slots:
+            request = self.waiting[-1]
+            if len(request.token_ids) < request.num_tokens:
+                break  # preempted while its last token is still on the device
+            extend_block_keys(request.block_keys, request.token_ids, block_manager.block_size, request.cache_salt)
+            cached = self._match(request)
+            num_new = block_manager.blocks_for(request.num_tokens) - len(cached)
+            num_usable = block_manager.num_free_blocks - block_manager.num_unreferenced(cached)
+            if num_new + len(self.running) > num_usable:
+                break
+            self.waiting.pop()
+            block_manager.acquire(cached)
+            request.block_ids = cached + block_manager.allocate(num_new)
+            request.num_published_blocks = len(cached)
+            request.num_computed_tokens = len(cached) * block_manager.block_size
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+            request.slot = self._free_slots.pop()
+            request.admission_step = plan.step
+            request.status = RequestStatus.RUNNING
+            insort(self.running, request, key=self._order)
+            plan.added.append(_slot_init(request))
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            budget -= num_tokens
+            self._add_chunk(request, num_tokens, plan, launched)
+
+    def _match(self, request: Request) -> list[int]:
+        """Cached blocks for the request's prefix; never its last token, whose logits are needed."""
+        if request.params.prompt_logprobs is not None:
+            return []  # cached positions would have no logits
+        num_usable = (request.num_tokens - 1) // self.block_manager.block_size
+        return self.block_manager.match(request.block_keys[:num_usable])
+
+    def _add_chunk(self, request: Request, num_tokens: int, plan: StepPlan, launched: _LaunchedStep) -> None:
+        end = request.num_computed_tokens + num_tokens
+        if end == request.num_tokens:
+            request.num_tokens += 1
+            launched.requests.append(request)
+            launched.ends.append(end)
+        else:
+            launched.partial.append((request, end))
+        request.num_computed_tokens = end
+        plan.slots.append(request.slot)
+        plan.num_tokens.append(num_tokens)
+
+    def _publish(self, request: Request, end: int, step: int) -> None:
+        """Makes the blocks below token `end` reusable: `step` has computed their KV.
+
+        A request that was preempted or ended since `step` was launched no longer holds those blocks.
+        """
+        if request.status is not RequestStatus.RUNNING or step < request.admission_step:
+            return
+        block_size = self.block_manager.block_size
+        extend_block_keys(request.block_keys, request.token_ids, block_size, request.cache_salt)
+        for index in range(request.num_published_blocks, end // block_size):
+            self.block_manager.publish(request.block_ids[index], request.block_keys[index])
+        request.num_published_blocks = end // block_size
+
+    def _preempt(self, request: Request) -> None:
+        """Sends a request (already taken out of `running`) back to the queue; its KV is computed again later."""
+        self._give_up(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_published_blocks = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=self._reverse_order)
+
+    def _give_up(self, request: Request) -> None:
+        self.block_manager.release(request.block_ids)
+        request.block_ids = []
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
+
+    def _forget(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED
+        request.block_keys = []
+        del self.requests[request.request_id]
+
+    def _order(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.policy == "priority" else 0, request.arrival)
+
+    def _reverse_order(self, request: Request) -> tuple[int, int]:
+        priority, arrival = self._order(request)
+        return (-priority, -arrival)
+
+
+def _slot_init(request: Request) -> SlotInit:
+    return SlotInit(
+        slot=request.slot,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=list(request.block_ids),
+        params=request.params,
+        seed=request.seed,
+        stop_ids=sorted(request.stop_ids),
+        bad_word_ids=request.bad_word_ids,
+    )

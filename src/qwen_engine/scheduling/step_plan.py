@@ -1,0 +1,47 @@
+"""What the driver tells every rank for one step: deltas to the slot tables, and the rows to compute.
+
+A rank keeps, per slot, the token ids, block table, lengths and sampling parameters of one running request. With those,
+a steady decode step is a list of slots: positions, input tokens and last tokens are already on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from qwen_engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """A request that takes a slot: first time, or again after preemption. Replaces whatever the slot held.
+
+    token_ids: every known token, prompt and output. num_computed_tokens: how many of them have KV in `block_ids`.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: Sequence[int]
+    bad_word_ids: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: apply `added` and `new_blocks`, then compute `num_tokens[i]` tokens of slot `slots[i]` for every row.
+
+    Decoding rows come first. A row whose tokens reach the end of what its slot knows samples the next one.
+    new_blocks: (slot, block id) pairs to append to block tables, in order.
+    freed_slots: slots that hold no request any more (they may be in `added` again).
+    """
+
+    step: int
+    slots: list[int]
+    num_tokens: list[int]
+    added: list[SlotInit] = field(default_factory=list)
+    new_blocks: list[tuple[int, int]] = field(default_factory=list)
+    freed_slots: list[int] = field(default_factory=list)
