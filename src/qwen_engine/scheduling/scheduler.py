@@ -120,11 +120,11 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def apply(self, step: int, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
-        """Takes the tokens `step` sampled, one per sampling row in order; returns (request, token) pairs.
+    def apply(self, step: int, token_ids: Sequence[int]) -> list[Request | None]:
+        """Takes the tokens `step` sampled, one per sampling row in plan order; returns the request of each.
 
-        Ended requests are left out. Steps are applied in the order they were scheduled. A request that ends here has
-        `finish_reason` set.
+        None stands for a request that had ended before. One that ends here has `finish_reason` set. Steps are applied
+        in the order they were scheduled.
         """
         launched = self._launched.popleft()
         if launched.step != step or len(token_ids) != len(launched.requests):
@@ -132,13 +132,14 @@ class Scheduler:
         for request, end in launched.partial:
             self._publish(request, end, step)
         block_size = self.block_manager.block_size
-        outputs = []
+        owners: list[Request | None] = []
         for request, end, token_id in zip(launched.requests, launched.ends, token_ids):
             if request.status is RequestStatus.FINISHED:
+                owners.append(None)
                 continue
+            owners.append(request)
             known = request.token_ids
             known.append(token_id)
-            outputs.append((request, token_id))
             if end // block_size > request.num_published_blocks:
                 self._publish(request, end, step)
             if token_id in request.stop_ids:
@@ -146,7 +147,7 @@ class Scheduler:
                 self.finish(request.request_id, "stop", stop_reason)
             elif len(known) >= request.limit_tokens:
                 self.finish(request.request_id, "length")
-        return outputs
+        return owners
 
     def check(self) -> None:
         """Verifies every invariant; raises AssertionError. For tests and debugging."""

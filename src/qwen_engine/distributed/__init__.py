@@ -1,0 +1,1 @@
+"""How ranks of one model talk to each other."""

@@ -1,0 +1,118 @@
+"""Grouped-query attention over the paged KV cache, with per-head norms of Q and K before the rotary embedding.
+
+A batch mixes decoding rows (one new token each, first in the batch) with chunks of prompts. Both read K and V from the
+pages, where `qk_norm_rope_kv_write` has put the new tokens before attention runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qwen_engine import kernels
+from qwen_engine.config import ModelConfig
+from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from qwen_engine.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step lie. All tensors are int32 on the device.
+
+        tokens   | d0 | d1 | ... | chunk 0 ......... | chunk 1 .... |
+                   num_decodes     query_start[0]      query_start[1]
+
+    token_slots, positions: [tokens], slot and position of each token; slot -1 is padding.
+    block_tables: [max_num_seqs, max_blocks], by slot. decode_seq_lens: [num_decodes], context with the new token.
+    chunk_slots, chunk_seq_lens: [chunks]; query_start: [chunks + 1], counted from the first chunk's first token.
+    """
+
+    token_slots: torch.Tensor
+    positions: torch.Tensor
+    block_tables: torch.Tensor
+    num_decodes: int
+    decode_seq_lens: torch.Tensor
+    max_decode_len: int
+    chunk_slots: torch.Tensor
+    query_start: torch.Tensor
+    chunk_seq_lens: torch.Tensor
+    max_query_len: int
+    max_chunk_len: int
+
+
+class Attention(nn.Module):
+    """This rank's heads. K and V heads are copied to several ranks when there are more ranks than KV heads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: TPGroup,
+        rotary: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads // tp.size
+        self.num_kv_heads = max(1, config.num_kv_heads // tp.size)
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.rotary = rotary
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        bias = config.attention_bias
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, width, bias=bias, dtype=dtype, device=device)
+        self.o_proj = RowParallelLinear(
+            self.num_heads * self.head_dim, config.hidden_size, tp=tp, bias=bias, dtype=dtype, device=device
+        )
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+
+    def forward(
+        self, hidden: torch.Tensor, metadata: AttentionMetadata, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden: [tokens, hidden]; k_cache, v_cache: this layer's [num_blocks, num_kv_heads, block_size, head_dim]."""
+        q = kernels.qk_norm_rope_kv_write(
+            self.qkv_proj(hidden),
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.eps,
+            self.rotary,
+            metadata.token_slots,
+            metadata.positions,
+            metadata.block_tables,
+            k_cache,
+            v_cache,
+            self.num_heads,
+        )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        split = metadata.num_decodes
+        if split:
+            kernels.decode_attention(
+                q[:split],
+                k_cache,
+                v_cache,
+                metadata.block_tables,
+                metadata.token_slots[:split],
+                metadata.decode_seq_lens,
+                self.scale,
+                metadata.max_decode_len,
+                out=out[:split],
+            )
+        if metadata.max_query_len:
+            kernels.prefill_attention(
+                q[split:],
+                k_cache,
+                v_cache,
+                metadata.block_tables,
+                metadata.chunk_slots,
+                metadata.query_start,
+                metadata.chunk_seq_lens,
+                self.scale,
+                metadata.max_query_len,
+                metadata.max_chunk_len,
+                out=out[split:],
+            )
+        return self.o_proj(out.flatten(1))

@@ -1,0 +1,51 @@
+"""Linear layers that know how to be sharded: by output columns, or by input rows with a sum over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qwen_engine.distributed.tp_group import TPGroup
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter; the loader fills every one of them."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class ColumnParallelLinear(nn.Module):
+    """[tokens, in] → [tokens, out]: this rank's rows of the weight, `out_features` of them, several matrices packed."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """[tokens, in / ranks] → [tokens, out]: this rank's columns of the weight; the result is summed over ranks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: TPGroup,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.tp.all_reduce(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias

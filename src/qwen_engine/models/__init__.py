@@ -1,0 +1,1 @@
+"""Model definitions and how checkpoints become parameters."""

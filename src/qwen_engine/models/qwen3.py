@@ -1,0 +1,84 @@
+"""The dense Qwen3 model: pre-norm decoder layers of grouped-query attention with Q/K norms and a gated MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from qwen_engine.config import ModelConfig
+from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.layers.attention import Attention, AttentionMetadata
+from qwen_engine.layers.embedding import VocabParallelEmbedding
+from qwen_engine.layers.mlp import GatedMLP
+from qwen_engine.layers.norm import RMSNorm
+from qwen_engine.layers.rotary import rotary_table
+
+
+class DecoderLayer(nn.Module):
+    def __init__(
+        self, config: ModelConfig, *, tp: TPGroup, rotary: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.self_attn = Attention(config, tp=tp, rotary=rotary, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.mlp = GatedMLP(size, config.intermediate_size, tp=tp, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the MLP's output, still to be added to `residual`; `hidden` comes in the same way."""
+        hidden = self.input_layernorm.add_and_norm(hidden, residual)
+        hidden = self.self_attn(hidden, metadata, kv_cache[0], kv_cache[1])
+        hidden = self.post_attention_layernorm.add_and_norm(hidden, residual)
+        return self.mlp(hidden)
+
+
+class Qwen3Model(nn.Module):
+    """Holds this rank's shard. Parameters are uninitialised until `weights.load_weights` or `fill_dummy_weights`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: TPGroup,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        rotary = rotary_table(config, max_model_len, device)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, tp=tp, rotary=rotary, dtype=dtype, device=device) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device)
+        )
+
+    def forward(self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of a step, before the final norm.
+
+        token_table: int32 [max_num_seqs, max_model_len], the tokens of every slot.
+        kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+        """
+        residual = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)
+        hidden = torch.zeros_like(residual)
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0)):
+            hidden = layer(hidden, residual, metadata, layer_cache)
+        return residual.add_(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] from `forward` → logits [rows, vocab_size]."""
+        return self.lm_head.logits(self.norm(hidden))
