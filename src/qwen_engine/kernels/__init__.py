@@ -1,0 +1,156 @@
+"""The engine's device functions, dispatched here and nowhere else.
+
+A tensor on a CUDA device goes to the Triton kernels of `gpu/`, imported at the first such call so that a machine
+without Triton can run everything else; any other device goes to `reference.py`, which is both the CPU path of the
+product and the definition of what a kernel must compute. Layers and the sampler call these functions.
+
+Conventions shared by all of them:
+
+- A *slot* is a request's row in the device tables `block_tables` [max_num_seqs, max_blocks] and `token_table`
+  [max_num_seqs, max_len] (both int32). Slot -1 marks padding: nothing is read or written for it and outputs are 0.
+- The KV cache of a layer is two tensors [num_blocks, num_kv_heads, block_size, head_dim]; block_size is a power of two.
+  Token `p` of a slot lies in block `block_tables[slot, p // block_size]` at row `p % block_size`. Cache rows past
+  a sequence's length are never read, whatever they hold.
+- Arithmetic is fp32 inside, rounded once to the output's dtype (bf16, fp16 or fp32).
+"""
+
+from types import ModuleType
+
+import torch
+
+from qwen_engine.kernels import reference
+
+GREEDY_TEMPERATURE = reference.GREEDY_TEMPERATURE
+
+
+def _backend(tensor: torch.Tensor) -> ModuleType:
+    if tensor.is_cuda:
+        from qwen_engine.kernels import gpu
+
+        return gpu
+    return reference
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension of x [tokens, hidden]; rows may be strided."""
+    return _backend(x).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add x to `residual` in place and return the RMS norm of the sum, taken before the sum was rounded.
+
+    x, residual: [tokens, hidden]. The result has x's dtype; `residual` keeps its own.
+    """
+    return _backend(x).add_rms_norm(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for gate_up [tokens, 2 * inter] with the gate in the first half; gives [tokens, inter]."""
+    return _backend(gate_up).silu_mul(gate_up)
+
+
+def embed_tokens(
+    token_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor, vocab_start: int
+) -> torch.Tensor:
+    """Embedding rows of the tokens at (slot, position), read from the token table on the device.
+
+    `weight` [vocab_rows, hidden] holds the ids from `vocab_start` on. Ids of other shards and slot -1 give zeros,
+    so that the sum over the shards is the embedding. slots, positions: int32 [tokens].
+    """
+    return _backend(weight).embed_tokens(token_table, slots, positions, weight, vocab_start)
+
+
+def qk_norm_rope_kv_write(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """Per-head RMS norm of Q and K, rotary embedding, and the write of K and V into their pages.
+
+    qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads in the order q, k, v. Q is changed in place and
+    returned as a view [tokens, num_heads, head_dim]; K and V inside qkv stay as they were. cos_sin: fp32
+    [max_pos, head_dim], cosines in the first half and sines in the second; the rotation pairs element i with
+    i + head_dim / 2. Tokens of slot -1 are left alone.
+    """
+    return _backend(qkv).qk_norm_rope_kv_write(
+        qkv, q_weight, k_weight, eps, cos_sin, slots, positions, block_tables, k_cache, v_cache, num_heads
+    )
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    *,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of one query token per row over the paged cache; gives [rows, num_heads, head_dim].
+
+    q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows], tokens to attend to with the new one
+    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. num_splits: how many programs
+    share one row and KV head; chosen from the shape when None, and without meaning on the CPU.
+    """
+    return _backend(q).decode_attention(
+        q, k_cache, v_cache, block_tables, slots, seq_lens, scale, max_seq_len, out, num_splits=num_splits
+    )
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of several query tokens per row over the paged cache; gives [tokens, num_heads, head_dim].
+
+    Row r owns the queries [query_start[r], query_start[r + 1]) of q [tokens, num_heads, head_dim]; the last of them
+    sits at position seq_lens[r] - 1, so a cached prefix comes before the first. Keys and values, those of this chunk
+    included, are read from the pages. Rows of one query are allowed beside long ones. query_start: int32 [rows + 1],
+    from 0 to tokens. max_query_len and max_seq_len: upper bounds known to the host.
+    """
+    return _backend(q).prefill_attention(
+        q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, max_query_len, max_seq_len, out
+    )
+
+
+def gumbel_argmax(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int = 0
+) -> torch.Tensor:
+    """Sample one token id per row: argmax(logits / temperature + Gumbel noise); gives int64 [rows].
+
+    logits: [rows, vocab], column i standing for token id vocab_start + i (ids returned are these). Rows with
+    temperature <= GREEDY_TEMPERATURE take the plain argmax, the lowest id on ties. temperature: fp32 [rows];
+    seeds, positions: int64 [rows]. The noise of a token is a function of (seed, position, token id) alone: lane
+    id & 3 of Philox-4x32-10 (Salmon et al., 2011) with key = seed and counter = (id >> 2, position, 0).
+    Logits of -inf or NaN never win against a finite one.
+    """
+    return _backend(logits).gumbel_argmax(logits, temperature, seeds, positions, vocab_start)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-softmax of one chosen token per row and its rank: (fp32 [rows], int64 [rows]).
+
+    logits: [rows, vocab]; token_ids: int64 [rows]. The rank is 1 + the number of strictly greater logits.
+    """
+    return _backend(logits).token_logprobs(logits, token_ids)

@@ -1,0 +1,25 @@
+"""The Triton kernels: the functions of `qwen_engine.kernels` for CUDA tensors.
+
+Each module holds kernels and the functions that launch them; none synchronises with the host, and every grid follows
+from shapes and host-side bounds alone, so that a step can be captured as a CUDA graph. With TRITON_INTERPRET=1 in the
+environment before Triton is imported, the same functions take CPU tensors.
+"""
+
+from qwen_engine.kernels.gpu.decode import decode_attention
+from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
+from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
+from qwen_engine.kernels.gpu.prefill import prefill_attention
+from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
+from qwen_engine.kernels.gpu.sampling import gumbel_argmax, token_logprobs
+
+__all__ = [
+    "add_rms_norm",
+    "decode_attention",
+    "embed_tokens",
+    "gumbel_argmax",
+    "prefill_attention",
+    "qk_norm_rope_kv_write",
+    "rms_norm",
+    "silu_mul",
+    "token_logprobs",
+]

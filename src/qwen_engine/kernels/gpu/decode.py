@@ -1,0 +1,215 @@
+"""Split-KV decode attention.
+
+Stage 1: one program per (row, KV head, split) walks its share of the row's pages with all query heads of the KV head in
+one dot, by online softmax, and leaves an unnormalised-free partial: its softmax-weighted mean of V and the base-2
+logarithm of its softmax denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are
+read on the device; only the number of splits comes from the host, from its upper bound of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qwen_engine.kernels.gpu.common import LOG2_E, dot_dtype, num_sms
+
+_MAX_SPLITS = 128
+_MIN_DOT_ROWS = 16  # smallest M of tl.dot
+_PROGRAMS_PER_SM = 2
+# Time of a program that its KV tiles do not explain (start, first loads, partial's store), in tiles.
+_PROGRAM_OVERHEAD_TILES = 4
+
+
+@triton.jit
+def _split_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    slots,
+    seq_lens,
+    out,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    q_stride_row,
+    q_stride_head,
+    out_stride_row,
+    out_stride_head,
+    table_stride,
+    cache_stride_block,
+    cache_stride_head,
+    num_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    seq_len = tl.load(seq_lens + row)
+    seq_len = tl.where(slot < 0, 0, seq_len)
+    span = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
+    start = split * span
+    end = tl.minimum(start + span, seq_len)
+
+    member = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    head = kv_head * GROUP + member
+    in_group = member < GROUP
+    num_heads = tl.num_programs(1) * GROUP
+    if ONE_SPLIT:
+        target = out + row * out_stride_row + head[:, None] * out_stride_head + dims[None, :]
+    else:
+        partial = (row * num_heads + head) * num_splits + split
+        target = partial_out + partial[:, None] * HEAD_DIM + dims[None, :]
+    if start >= end:
+        if ONE_SPLIT:
+            tl.store(target, tl.zeros([BLOCK_M, HEAD_DIM], out.dtype.element_ty), mask=in_group[:, None])
+        else:
+            tl.store(partial_lse + partial, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_group)
+        return
+
+    query = tl.load(
+        q + row * q_stride_row + head[:, None] * q_stride_head + dims[None, :], mask=in_group[:, None], other=0.0
+    ).to(DOT_DTYPE)
+    table = block_tables + slot * table_stride
+    k_head = k_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
+    v_head = v_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mean = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for first in range(start, end, BLOCK_N):
+        tokens = first + tl.arange(0, BLOCK_N)
+        live = tokens < end
+        block = tl.load(table + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        rows = (block * cache_stride_block + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
+        k = tl.load(k_head + rows, mask=live[:, None], other=0.0)
+        v = tl.load(v_head + rows, mask=live[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+        scores = tl.where(live[None, :], scores * scale_log2, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        mean = tl.dot(
+            weights.to(v.dtype).to(DOT_DTYPE), v.to(DOT_DTYPE), acc=mean * decay[:, None], input_precision="ieee"
+        )
+        peak = new_peak
+    mean = mean / total[:, None]
+    tl.store(target, mean.to(target.dtype.element_ty), mask=in_group[:, None])
+    if not ONE_SPLIT:
+        tl.store(partial_lse + partial, peak + tl.log2(total), mask=in_group)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    out_stride_row,
+    out_stride_head,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, HEAD_DIM)
+    partial = (row * tl.num_programs(0) + head) * num_splits + splits
+    lse = tl.load(partial_lse + partial, mask=splits < num_splits, other=float("-inf"))
+    used = lse > float("-inf")
+    peak = tl.max(lse, 0)
+    weights = tl.where(used, tl.exp2(lse - peak), 0.0)
+    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
+    # No split used: the row is padding, the sums are 0 and so is the result.
+    total = tl.sum(weights, 0)
+    result = tl.sum(means * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * out_stride_row + head * out_stride_head + dims, result.to(out.dtype.element_ty))
+
+
+def choose_num_splits(rows: int, num_kv_heads: int, num_tiles: int, sms: int) -> int:
+    """Splits that finish soonest when programs run in waves of `_PROGRAMS_PER_SM` per multiprocessor.
+
+    num_tiles: KV tiles of the longest row. A wave costs the tiles of one program plus a constant.
+    """
+    wave = sms * _PROGRAMS_PER_SM
+
+    def cost(splits: int) -> int:
+        waves = -(-rows * num_kv_heads * splits // wave)
+        return waves * (-(-num_tiles // splits) + _PROGRAM_OVERHEAD_TILES)
+
+    return min(range(1, min(num_tiles, _MAX_SPLITS) + 1), key=cost, default=1)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    *,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
+    # Bytes in flight decide the speed: a tile is 16 KB of K and as much of V whatever the dtype and head size.
+    block_n = max(16, min(128, 16384 // (head_dim * q.element_size())))
+    if num_splits is None:
+        num_splits = choose_num_splits(rows, num_kv_heads, triton.cdiv(max_seq_len, block_n), num_sms(q.device))
+    partial_shape = (rows, num_heads, num_splits if num_splits > 1 else 0)
+    partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
+    _split_kernel[(num_splits, num_kv_heads, rows)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        slots,
+        seq_lens,
+        out,
+        partial_out,
+        partial_lse,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        block_tables.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        num_splits,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        BLOCK_N=block_n,
+        ONE_SPLIT=num_splits == 1,
+        DOT_DTYPE=dot_dtype(q.dtype),
+        num_warps=4,
+        num_stages=3,
+    )
+    if num_splits > 1:
+        _combine_kernel[(num_heads, rows)](
+            partial_out,
+            partial_lse,
+            out,
+            out.stride(0),
+            out.stride(1),
+            num_splits,
+            HEAD_DIM=head_dim,
+            SPLITS=triton.next_power_of_2(num_splits),
+            num_warps=4,
+        )
+    return out

@@ -1,0 +1,50 @@
+"""RMS norm, alone and with the residual add in front of it: one program per row, one read and one write of it."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, x_stride, residual_stride, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        residual_row = residual + row * residual_stride + columns
+        values += tl.load(residual_row, mask=inside, other=0.0).to(tl.float32)
+        tl.store(residual_row, values.to(residual.dtype.element_ty), mask=inside)
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / hidden + eps)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + columns, (values * inverse_rms * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    tokens, hidden = x.shape
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(tokens,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        hidden,
+        eps,
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _launch(x, residual, weight, eps)

@@ -1,0 +1,115 @@
+"""QK-norm, rotary embedding and the KV write in one pass over qkv.
+
+A program takes one token and a group of its heads as a tile [heads, head_dim], held as two halves because the rotation
+pairs element i with i + head_dim / 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_MAX_TILE_HEADS = 16
+
+
+@triton.jit
+def _qk_norm_rope_kv_write_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    cos_sin,
+    slots,
+    positions,
+    block_tables,
+    k_cache,
+    v_cache,
+    qkv_stride,
+    table_stride,
+    cache_stride_block,
+    cache_stride_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    position = tl.load(positions + token)
+    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (half >= 0)
+    is_q = head < NUM_HEADS
+    is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+
+    source = qkv + token * qkv_stride + head * (2 * HALF) + half
+    raw1 = tl.load(source, mask=inside, other=0.0)
+    raw2 = tl.load(source + HALF, mask=inside, other=0.0)
+    first, second = raw1.to(tl.float32), raw2.to(tl.float32)
+    mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+    inverse_rms = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
+    weight1 = tl.where(is_q, tl.load(q_weight + half).to(tl.float32), tl.load(k_weight + half).to(tl.float32))
+    weight2 = tl.where(
+        is_q, tl.load(q_weight + HALF + half).to(tl.float32), tl.load(k_weight + HALF + half).to(tl.float32)
+    )
+    first = first * inverse_rms * weight1
+    second = second * inverse_rms * weight2
+    angles = cos_sin + position.to(tl.int64) * (2 * HALF) + half
+    cos, sin = tl.load(angles), tl.load(angles + HALF)
+    rotated1 = (first * cos - second * sin).to(qkv.dtype.element_ty)
+    rotated2 = (second * cos + first * sin).to(qkv.dtype.element_ty)
+
+    tl.store(source, rotated1, mask=inside & is_q)
+    tl.store(source + HALF, rotated2, mask=inside & is_q)
+    block = tl.load(block_tables + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
+    page_row = block * cache_stride_block + (position % BLOCK_SIZE) * (2 * HALF)
+    k_target = k_cache + page_row + (head - NUM_HEADS) * cache_stride_head + half
+    tl.store(k_target, rotated1, mask=inside & is_k)
+    tl.store(k_target + HALF, rotated2, mask=inside & is_k)
+    v_target = v_cache + page_row + (head - NUM_HEADS - NUM_KV_HEADS) * cache_stride_head + half
+    tl.store(v_target, raw1, mask=inside & is_v)
+    tl.store(v_target + HALF, raw2, mask=inside & is_v)
+
+
+def qk_norm_rope_kv_write(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    tokens = qkv.shape[0]
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    heads = num_heads + 2 * num_kv_heads
+    tile_heads = min(triton.next_power_of_2(heads), _MAX_TILE_HEADS)
+    _qk_norm_rope_kv_write_kernel[(tokens, triton.cdiv(heads, tile_heads))](
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        cos_sin,
+        slots,
+        positions,
+        block_tables,
+        k_cache,
+        v_cache,
+        qkv.stride(0),
+        block_tables.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_SIZE=block_size,
+        TILE_HEADS=tile_heads,
+    )
+    return qkv.view(tokens, heads, head_dim)[:, :num_heads]

@@ -1,0 +1,170 @@
+"""Gumbel-argmax sampling and the log-probability of the sampled token.
+
+Both cut a row of logits into chunks, one program each, and merge the chunks' results in a second, tiny kernel; logits
+are read once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qwen_engine.kernels.reference import GREEDY_TEMPERATURE
+
+_CHUNK = 4096
+_NO_TOKEN = tl.constexpr(2**62)  # loses every comparison for the lowest id
+
+
+@triton.jit
+def noise_bits(seed, position, first_id, COUNT: tl.constexpr):
+    """Random bits of the token ids [first_id, first_id + COUNT), uint32 [COUNT]; first_id is a multiple of 4."""
+    groups = ((first_id >> 2) + tl.arange(0, COUNT // 4)).to(tl.uint32)
+    key_low, key_high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zeros = tl.zeros([COUNT // 4], tl.uint32)
+    position_low = zeros + (position & 0xFFFFFFFF).to(tl.uint32)
+    position_high = zeros + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    lane0, lane1, lane2, lane3 = tl.philox_impl(groups, position_low, position_high, zeros, key_low, key_high)
+    # Each join adds a last dimension, so the flattened order is lane 0, 1, 2, 3 of one group after another.
+    return tl.reshape(tl.join(tl.join(lane0, lane2), tl.join(lane1, lane3)), [COUNT])
+
+
+@triton.jit
+def gumbel(bits):
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * (2.0**-23)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _best(scores, ids):
+    """The largest score and the lowest id that has it."""
+    peak = tl.max(scores, 0)
+    return peak, tl.min(tl.where((scores == peak) & (ids >= 0), ids, _NO_TOKEN), 0)
+
+
+@triton.jit
+def _argmax_chunk_kernel(
+    logits,
+    temperature,
+    seeds,
+    positions,
+    best_score,
+    best_id,
+    logits_stride,
+    vocab_size,
+    vocab_start,
+    GREEDY_TEMPERATURE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    # Chunks begin at multiples of 4 so that a noise group is never cut; a shard may begin inside its first group.
+    first_id = vocab_start // 4 * 4 + chunk * CHUNK
+    ids = first_id + tl.arange(0, CHUNK)
+    column = ids - vocab_start
+    inside = (column >= 0) & (column < vocab_size)
+    scores = tl.load(logits + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    heat = tl.load(temperature + row)
+    if heat > GREEDY_TEMPERATURE:
+        bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), first_id, CHUNK)
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + heat) + gumbel(bits)
+    peak, winner = _best(scores, tl.where(inside, ids, -1).to(tl.int64))
+    tl.store(best_score + row * tl.num_programs(1) + chunk, peak)
+    tl.store(best_id + row * tl.num_programs(1) + chunk, winner)
+
+
+@triton.jit
+def _argmax_merge_kernel(best_score, best_id, out, chunks, CHUNKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    inside = chunk < chunks
+    scores = tl.load(best_score + row * chunks + chunk, mask=inside, other=float("-inf"))
+    ids = tl.load(best_id + row * chunks + chunk, mask=inside, other=-1)
+    _, winner = _best(scores, ids)
+    tl.store(out + row, winner)
+
+
+def gumbel_argmax(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int = 0
+) -> torch.Tensor:
+    rows, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size + vocab_start % 4, _CHUNK)
+    best_score = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _argmax_chunk_kernel[(rows, chunks)](
+        logits,
+        temperature,
+        seeds,
+        positions,
+        best_score,
+        best_id,
+        logits.stride(0),
+        vocab_size,
+        vocab_start,
+        GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
+        CHUNK=_CHUNK,
+        num_warps=8,
+    )
+    _argmax_merge_kernel[(rows,)](best_score, best_id, out, chunks, CHUNKS=triton.next_power_of_2(chunks))
+    return out
+
+
+@triton.jit
+def _logprob_chunk_kernel(logits, token_ids, peaks, totals, ranks, logits_stride, vocab_size, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = column < vocab_size
+    logits_row = logits + row * logits_stride
+    values = tl.load(logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
+    chosen = tl.load(logits_row + tl.load(token_ids + row)).to(tl.float32)
+    peak = tl.max(values, 0)
+    # A chunk of -inf alone has no finite peak to subtract; its total is 0.
+    total = tl.sum(tl.exp(values - tl.where(peak > float("-inf"), peak, 0.0)), 0)
+    target = row * tl.num_programs(1) + chunk
+    tl.store(peaks + target, peak)
+    tl.store(totals + target, total)
+    tl.store(ranks + target, tl.sum((values > chosen).to(tl.int32), 0))
+
+
+@triton.jit
+def _logprob_merge_kernel(
+    logits, token_ids, peaks, totals, ranks, logprobs, rank, logits_stride, chunks, CHUNKS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    inside = chunk < chunks
+    peak = tl.load(peaks + row * chunks + chunk, mask=inside, other=float("-inf"))
+    total = tl.load(totals + row * chunks + chunk, mask=inside, other=0.0)
+    greater = tl.load(ranks + row * chunks + chunk, mask=inside, other=0)
+    top = tl.max(peak, 0)
+    log_total = top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
+    chosen = tl.load(logits + row * logits_stride + tl.load(token_ids + row)).to(tl.float32)
+    tl.store(logprobs + row, chosen - log_total)
+    tl.store(rank + row, tl.sum(greater, 0).to(tl.int64) + 1)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, _CHUNK)
+    peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+    totals = torch.empty_like(peaks)
+    ranks = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _logprob_chunk_kernel[(rows, chunks)](
+        logits, token_ids, peaks, totals, ranks, logits.stride(0), vocab_size, CHUNK=_CHUNK, num_warps=8
+    )
+    _logprob_merge_kernel[(rows,)](
+        logits,
+        token_ids,
+        peaks,
+        totals,
+        ranks,
+        logprobs,
+        rank,
+        logits.stride(0),
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+    )
+    return logprobs, rank

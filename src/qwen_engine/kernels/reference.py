@@ -1,0 +1,197 @@
+"""The kernels in plain torch: the definition of correctness, and what runs on the CPU.
+
+Signatures and meaning are those of `qwen_engine.kernels`. Written to be checked by reading; attention loops over the
+rows so that a row's result cannot depend on what shares its batch, and gathers only the pages it may read.
+"""
+
+import torch
+import torch.nn.functional as F
+
+# At or below this temperature a row is greedy: dividing by less would only overflow.
+GREEDY_TEMPERATURE = 0.01
+
+_PHILOX_ROUNDS = 10
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW_32_BITS = 0xFFFFFFFF
+
+
+def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of fp32 x over its last dimension, still in fp32."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _normalise(x.float(), weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    total = x.float() + residual.float()
+    residual.copy_(total)
+    return _normalise(total, weight, eps).to(x.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def embed_tokens(
+    token_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor, vocab_start: int
+) -> torch.Tensor:
+    live = slots >= 0
+    rows = token_table[slots.clamp(min=0), positions.masked_fill(~live, 0)].long() - vocab_start
+    owned = live & (rows >= 0) & (rows < weight.shape[0])
+    return weight[rows.masked_fill(~owned, 0)].masked_fill(~owned[:, None], 0)
+
+
+def qk_norm_rope_kv_write(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    head_dim, block_size = k_cache.shape[-1], k_cache.shape[2]
+    num_kv_heads = k_cache.shape[1]
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    queries = heads[:, :num_heads]
+    live = slots >= 0
+    slot, position = slots[live].long(), positions[live].long()
+    q, k, v = heads[live].split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    cos, sin = cos_sin[position][:, None].chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
+    queries[live] = _rotate(_normalise(q.float(), q_weight, eps), cos, sin).to(qkv.dtype)
+    blocks, rows = block_tables[slot, position // block_size].long(), position % block_size
+    k_cache[blocks, :, rows] = _rotate(_normalise(k.float(), k_weight, eps), cos, sin).to(k_cache.dtype)
+    v_cache[blocks, :, rows] = v.to(v_cache.dtype)
+    return queries
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    *,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    query_start = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    return prefill_attention(
+        q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, 1, max_seq_len, out
+    )
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    starts = query_start.tolist()
+    for row, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist())):
+        start, end = starts[row], starts[row + 1]
+        if slot < 0 or seq_len == 0:
+            out[start:end] = 0
+        elif end > start:
+            k = _gather(k_cache, block_tables[slot], seq_len)
+            v = _gather(v_cache, block_tables[slot], seq_len)
+            out[start:end] = _causal_attention(q[start:end], k, v, scale).to(out.dtype)
+    return out
+
+
+def _gather(cache: torch.Tensor, table: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """The first seq_len tokens of one sequence as fp32 [num_kv_heads, seq_len, head_dim]."""
+    num_blocks = -(-seq_len // cache.shape[2])
+    pages = cache[table[:num_blocks].long()].transpose(0, 1)
+    return pages.flatten(1, 2)[:, :seq_len].float()
+
+
+def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Queries q [queries, num_heads, head_dim] are the last positions of k, v [num_kv_heads, seq_len, head_dim]."""
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, seq_len, _ = k.shape
+    group = num_heads // num_kv_heads
+    grouped = q.float().transpose(0, 1).reshape(num_kv_heads, group, num_queries, head_dim)
+    mask = None
+    if num_queries > 1:
+        mask = torch.ones(num_queries, seq_len, dtype=torch.bool).tril(seq_len - num_queries)
+    # One KV head is a batch entry whose group shares K and V through a stride of zero.
+    k, v = (t[:, None].expand(-1, group, -1, -1) for t in (k, v))
+    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    return attended.reshape(num_heads, num_queries, head_dim).transpose(0, 1)
+
+
+def philox(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], key: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox-4x32-10 on 32-bit words held in int64 tensors that broadcast against one another."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_PHILOX_ROUNDS):
+        # The 64-bit products may wrap to negative numbers; their bit patterns are still those of the unsigned product.
+        product0, product1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) & _LOW_32_BITS, (product1 >> 32) & _LOW_32_BITS
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _LOW_32_BITS, high0 ^ c3 ^ k1, product0 & _LOW_32_BITS
+        k0, k1 = (k0 + _PHILOX_KEY_STEPS[0]) & _LOW_32_BITS, (k1 + _PHILOX_KEY_STEPS[1]) & _LOW_32_BITS
+    return c0, c1, c2, c3
+
+
+def noise_bits(seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int, vocab_size: int) -> torch.Tensor:
+    """The 32 random bits of each token id, as int64 [rows, vocab_size], for seeds and positions int64 [rows]."""
+    first_group, last_group = vocab_start >> 2, (vocab_start + vocab_size - 1) >> 2
+    groups = torch.arange(first_group, last_group + 1)[None]
+    seeds, positions = seeds[:, None], positions[:, None]
+    key = (seeds & _LOW_32_BITS, (seeds >> 32) & _LOW_32_BITS)
+    counter = (groups, positions & _LOW_32_BITS, (positions >> 32) & _LOW_32_BITS, torch.zeros_like(groups))
+    lanes = torch.stack(philox(counter, key), dim=-1).flatten(1)
+    return lanes[:, vocab_start & 3 :][:, :vocab_size]
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise of each token id, fp32 [rows, vocab_size]."""
+    # 23 bits and a half: exact in fp32 and never 0 or 1, so both logarithms are finite.
+    uniform = ((noise_bits(seeds, positions, vocab_start, vocab_size) >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def gumbel_argmax(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int = 0
+) -> torch.Tensor:
+    scores = logits.float()
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    sampled = temperature > GREEDY_TEMPERATURE
+    if sampled.any():
+        noise = gumbel_noise(seeds[sampled], positions[sampled], vocab_start, logits.shape[1])
+        scores[sampled] = scores[sampled] / temperature[sampled, None] + noise
+    return scores.argmax(dim=1) + vocab_start  # the first of several maxima
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits.float()
+    chosen = logits.gather(1, token_ids[:, None])
+    logprobs = chosen[:, 0] - torch.logsumexp(logits, dim=1)
+    return logprobs, (logits > chosen).sum(dim=1) + 1

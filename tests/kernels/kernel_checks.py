@@ -1,0 +1,460 @@
+"""Checks of one implementation of the kernels against fp64 formulas written here from their definitions.
+
+`impl` is `reference` or `gpu`; the grids at the bottom of this file are shared by the three test modules. Outputs are
+poisoned before every call, and every cache row and table entry that must not be read holds or leads to NaN.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from qwen_engine.kernels import reference
+
+# Relative Frobenius error allowed. bf16 and fp16: one rounding of the output and, in attention, one of the weights.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
+# Triton's interpreter cuts fp32 off to bf16 instead of rounding: errors twice as large, and all toward zero.
+INTERPRETER_BF16_TOLERANCE = 1.2e-2
+NAN = float("nan")
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Every torch.empty inside is filled with NaN (integers: the largest value), so an unwritten element shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of `expected` (fp64); NaN if anything is NaN."""
+    assert actual.shape == expected.shape
+    norm = expected.norm()
+    return ((actual.double() - expected).norm() / (norm if norm > 0 else 1.0)).item()
+
+
+def assert_close(impl: ModuleType, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    if actual.dtype == torch.bfloat16 and actual.device.type == "cpu" and impl is not reference:
+        tolerance = INTERPRETER_BF16_TOLERANCE
+    error = relative_error(actual, expected)
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+def generator(device: str, *numbers: int) -> torch.Generator:
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1000003 + number) % 2**31
+    return torch.Generator(device).manual_seed(seed)
+
+
+def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=rng, device=rng.device, dtype=torch.float32).to(dtype)
+
+
+def naive_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight.double()
+
+
+def check_rms_norm(impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    rng = generator(device, tokens, hidden)
+    wide = normal(rng, tokens, hidden + 16, dtype=dtype) * 3
+    weight = normal(rng, hidden, dtype=dtype)
+    x = wide[:, :hidden]
+    with poisoned_allocations():
+        out = impl.rms_norm(x, weight, 1e-6)
+    assert_close(impl, out, naive_rms_norm(x.double(), weight, 1e-6))
+
+
+def check_add_rms_norm(impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    rng = generator(device, tokens, hidden)
+    x, residual = normal(rng, tokens, hidden, dtype=dtype), normal(rng, tokens, hidden, dtype=dtype)
+    weight = normal(rng, hidden, dtype=dtype)
+    total = x.double() + residual.double()
+    with poisoned_allocations():
+        out = impl.add_rms_norm(x, residual, weight, 1e-6)
+    assert_close(impl, out, naive_rms_norm(total, weight, 1e-6))
+    assert_close(impl, residual, total)
+
+
+def check_norm_uses_the_sum_before_rounding(impl: ModuleType, device: str) -> None:
+    """In bf16 256 + 0.5 rounds to 256; the norm must still see the half."""
+    residual = torch.full((1, 64), 256.0, dtype=torch.bfloat16, device=device)
+    residual[0, 0] = 0.0
+    x = torch.full((1, 64), 0.5, dtype=torch.bfloat16, device=device)
+    weight = torch.ones(64, device=device)
+    expected = naive_rms_norm(x.double() + residual.double(), weight, 0.0)
+    x32 = x.float()
+    out = impl.add_rms_norm(x32, residual, weight, 0.0)
+    assert_close(impl, out, expected)
+    assert residual[0, 1] == 256.0
+    assert residual[0, 0] == 0.5
+
+
+def check_silu_mul(impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, inter: int) -> None:
+    gate_up = normal(generator(device, tokens, inter), tokens, 2 * inter, dtype=dtype) * 4
+    with poisoned_allocations():
+        out = impl.silu_mul(gate_up)
+    gate, up = gate_up.double()[:, :inter], gate_up.double()[:, inter:]
+    assert_close(impl, out, gate * torch.sigmoid(gate) * up)
+
+
+def check_embed_tokens(impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    """Two shards of 13 and 10 rows; some tokens in neither, some slots padding."""
+    rng = generator(device, tokens, hidden)
+    table = torch.randint(0, 30, (6, 9), generator=rng, device=device, dtype=torch.int32)
+    slots = torch.randint(-1, 6, (tokens,), generator=rng, device=device, dtype=torch.int32)
+    positions = torch.randint(0, 9, (tokens,), generator=rng, device=device, dtype=torch.int32)
+    positions[slots < 0] = 2**30
+    weight = normal(rng, 23, hidden, dtype=dtype)
+    expected = torch.zeros(tokens, hidden, dtype=dtype, device=device)
+    for i, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
+        if slot >= 0 and table[slot, position] < 23:
+            expected[i] = weight[int(table[slot, position])]
+    with poisoned_allocations():
+        parts = [impl.embed_tokens(table, slots, positions, weight[:13].clone(), 0)]
+        parts.append(impl.embed_tokens(table, slots, positions, weight[13:].clone(), 13))
+    assert torch.equal(parts[0] + parts[1], expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A shuffled block table and NaN-filled caches for rows of the given lengths."""
+
+    block_tables: torch.Tensor  # int32 [max_num_seqs, max_blocks]; unused entries lead to a block of NaN
+    slots: torch.Tensor  # int32 [rows]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
+def make_pages(
+    rng: torch.Generator, lengths: list[int], *, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> Pages:
+    """Rows of length 0 become padding (slot -1)."""
+    device = rng.device
+    needed = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(needed) + 3
+    order = torch.randperm(num_blocks, generator=rng, device=device).int()
+    poison, order = order[0], order[1:]
+    block_tables = torch.zeros(len(lengths) + 2, max(needed) + 2, dtype=torch.int32, device=device) + poison
+    slots = torch.randperm(len(lengths) + 2, generator=rng, device=device)[: len(lengths)].int()
+    taken = 0
+    for row, (slot, count) in enumerate(zip(slots.tolist(), needed)):
+        block_tables[slot, :count] = order[taken : taken + count]
+        taken += count
+        if count == 0:
+            slots[row] = -1
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    k_cache, v_cache = (torch.full(shape, NAN, dtype=dtype, device=device) for _ in range(2))
+    return Pages(block_tables, slots, k_cache, v_cache)
+
+
+def cache_rows(pages: Pages, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block ids and rows inside them of the first `length` tokens of a row of the batch."""
+    block_size = pages.k_cache.shape[2]
+    position = torch.arange(length, device=pages.slots.device)
+    return pages.block_tables[pages.slots[row].long()][position // block_size].long(), position % block_size
+
+
+def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """fp64 q [queries, num_heads, head_dim] against k, v [length, num_kv_heads, head_dim], causal from the end."""
+    queries, num_heads, _ = q.shape
+    length, num_kv_heads, _ = k.shape
+    out = torch.empty_like(q)
+    for head in range(num_heads):
+        kv_head = head * num_kv_heads // num_heads
+        scores = q[:, head] @ k[:, kv_head].T * scale
+        future = (
+            torch.arange(length, device=q.device)[None]
+            > torch.arange(length - queries, length, device=q.device)[:, None]
+        )
+        weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        out[:, head] = weights @ v[:, kv_head]
+    return out
+
+
+def check_attention(
+    impl: ModuleType,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    num_splits: int | None = None,
+    decode: bool = False,
+) -> None:
+    """Attention over pages for (query_lens[r], seq_lens[r]); decode calls decode_attention, else prefill_attention."""
+    num_heads, num_kv_heads = heads
+    rng = generator(device, *query_lens, *seq_lens, *heads, head_dim, block_size)
+    scale = head_dim**-0.5
+    pages = make_pages(rng, seq_lens, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    tokens = sum(query_lens)
+    # A view into wider rows, as the engine has it: q inside qkv.
+    q = normal(rng, tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads] * 2
+    out = torch.full((tokens, num_heads, head_dim), NAN, dtype=dtype, device=device)
+    dense = []
+    for row, length in enumerate(seq_lens):
+        k, v = (normal(rng, length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
+        dense.append((k.double(), v.double()))
+        if length:
+            blocks, rows = cache_rows(pages, row, length)
+            pages.k_cache[blocks, :, rows] = k
+            pages.v_cache[blocks, :, rows] = v
+    starts = [sum(query_lens[:row]) for row in range(len(query_lens) + 1)]
+    query_start = torch.tensor(starts, dtype=torch.int32, device=device)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    caches = (pages.k_cache, pages.v_cache, pages.block_tables, pages.slots)
+    with poisoned_allocations():
+        if decode:
+            result = impl.decode_attention(q, *caches, lengths, scale, max(seq_lens), out, num_splits=num_splits)
+        else:
+            result = impl.prefill_attention(
+                q, *caches, query_start, lengths, scale, max(query_lens), max(seq_lens), out
+            )
+    assert result is out
+    assert not out.isnan().any()
+    for row, length in enumerate(seq_lens):
+        actual = out[starts[row] : starts[row + 1]]
+        if length == 0:
+            assert (actual == 0).all()
+        else:
+            assert_close(impl, actual, naive_attention(q[starts[row] : starts[row + 1]].double(), *dense[row], scale))
+
+
+def check_decode(
+    impl: ModuleType,
+    device: str,
+    dtype: torch.dtype,
+    seq_lens: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    num_splits: int | None = None,
+) -> None:
+    check_attention(
+        impl,
+        device,
+        dtype,
+        query_lens=[1] * len(seq_lens),
+        seq_lens=seq_lens,
+        heads=heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        num_splits=num_splits,
+        decode=True,
+    )
+
+
+def check_prefill(
+    impl: ModuleType,
+    device: str,
+    dtype: torch.dtype,
+    spans: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+) -> None:
+    """spans: (query_len, seq_len) of each row."""
+    check_attention(
+        impl,
+        device,
+        dtype,
+        query_lens=[query_len for query_len, _ in spans],
+        seq_lens=[seq_len for _, seq_len in spans],
+        heads=heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+
+
+def check_qk_norm_rope_kv_write(
+    impl: ModuleType,
+    device: str,
+    dtype: torch.dtype,
+    tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+) -> None:
+    """Tokens at random positions of three slots, every fourth one padding; everything unwritten must keep its bits."""
+    num_heads, num_kv_heads = heads
+    rng = generator(device, tokens, *heads, head_dim, block_size)
+    length = tokens + 5
+    pages = make_pages(
+        rng, [length] * 3, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
+    )
+    qkv = normal(rng, tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    q_weight, k_weight = normal(rng, head_dim, dtype=dtype), normal(rng, head_dim, dtype=dtype)
+    angles = torch.rand(length, head_dim // 2, generator=rng, device=device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.randperm(length, generator=rng, device=device)[:tokens].int()
+    slots = pages.slots[torch.arange(tokens, device=device) % 3].clone()
+    slots[3::4] = -1
+    live = slots >= 0
+
+    before = qkv.clone()
+    split = before.view(tokens, -1, head_dim).double()
+    q, k = split[:, :num_heads], split[:, num_heads : num_heads + num_kv_heads]
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    rotation = torch.complex(cos_sin[:, : head_dim // 2].double(), cos_sin[:, head_dim // 2 :].double())
+    rotation = rotation[positions.long()][:, None]
+
+    def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = naive_rms_norm(x, weight, 1e-6)
+        turned = torch.complex(x[..., : head_dim // 2], x[..., head_dim // 2 :]) * rotation
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    with poisoned_allocations():
+        result = impl.qk_norm_rope_kv_write(
+            qkv,
+            q_weight,
+            k_weight,
+            1e-6,
+            cos_sin,
+            slots,
+            positions,
+            pages.block_tables,
+            pages.k_cache,
+            pages.v_cache,
+            num_heads,
+        )
+    assert result.data_ptr() == qkv.data_ptr()
+    assert_close(impl, result[live], rotated(q, q_weight)[live])
+    assert torch.equal(result[~live], before.view(tokens, -1, head_dim)[~live][:, :num_heads])
+    assert torch.equal(qkv[:, num_heads * head_dim :], before[:, num_heads * head_dim :])
+    blocks = pages.block_tables[slots.clamp(min=0).long(), positions.long() // block_size].long()[live]
+    rows = (positions.long() % block_size)[live]
+    assert_close(impl, pages.k_cache[blocks, :, rows], rotated(k, k_weight)[live])
+    v = before.view(tokens, -1, head_dim)[:, num_heads + num_kv_heads :]
+    assert torch.equal(pages.v_cache[blocks, :, rows], v[live])
+    for cache in (pages.k_cache, pages.v_cache):
+        cache[blocks, :, rows] = NAN
+        assert cache.isnan().all()
+
+
+def check_gumbel_argmax(
+    impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int, vocab_start: int
+) -> None:
+    """Greedy and random rows in one batch against noise worked out with Python integers."""
+    rng = generator(device, rows, vocab_size, vocab_start)
+    logits = normal(rng, rows, vocab_size, dtype=dtype) * 3
+    logits[:, ::5] = -math.inf
+    temperature = torch.tensor([[0.0, 0.7, 0.01, 1.0, 5.0][row % 5] for row in range(rows)], device=device)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=rng, device=device)
+    positions = torch.randint(0, 2**40, (rows,), generator=rng, device=device)
+    with poisoned_allocations():
+        chosen = impl.gumbel_argmax(logits, temperature, seeds, positions, vocab_start)
+    assert chosen.dtype == torch.int64
+    for row in range(rows):
+        scores = logits[row].double().cpu()
+        if temperature[row] > 0.01:
+            noise = naive_gumbel(int(seeds[row]), int(positions[row]), vocab_start, vocab_size)
+            scores = scores / float(temperature[row]) + noise
+            # fp32 may order two scores that agree to 1e-5 the other way.
+            assert scores.max() - scores[int(chosen[row]) - vocab_start] < 1e-5
+        else:
+            assert int(chosen[row]) == int(scores.argmax()) + vocab_start
+
+
+def naive_philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
+    """Philox-4x32-10 of Salmon et al. (2011), figure by figure."""
+    word = 2**32
+    x0, x1, x2, x3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        left, right = 0xD2511F53 * x0, 0xCD9E8D57 * x2
+        x0, x1, x2, x3 = (right // word) ^ x1 ^ k0, right % word, (left // word) ^ x3 ^ k1, left % word
+        k0, k1 = (k0 + 0x9E3779B9) % word, (k1 + 0xBB67AE85) % word
+    return [x0, x1, x2, x3]
+
+
+def naive_noise_bits(seed: int, position: int, vocab_start: int, vocab_size: int) -> list[int]:
+    seed %= 2**64
+    bits = []
+    for token_id in range(vocab_start, vocab_start + vocab_size):
+        counter = (token_id // 4, position % 2**32, position // 2**32, 0)
+        bits.append(naive_philox(counter, (seed % 2**32, seed // 2**32))[token_id % 4])
+    return bits
+
+
+def naive_gumbel(seed: int, position: int, vocab_start: int, vocab_size: int) -> torch.Tensor:
+    bits = torch.tensor(naive_noise_bits(seed, position, vocab_start, vocab_size))
+    return -torch.log(-torch.log(((bits // 512).double() + 0.5) / 2**23))
+
+
+def check_greedy_ties_and_masks(impl: ModuleType, device: str) -> None:
+    """smp-08: greedy takes the lowest of equal maxima, alone or beside a random row; NaN and -inf never win."""
+    logits = torch.full((5, 5000), -math.inf, device=device)
+    logits[0, [4321, 77, 4999]] = 2.0
+    logits[1, 4999] = -1e30
+    logits[2, 10] = NAN
+    logits[2, 4500] = -5.0
+    logits[3, 3] = 1.0
+    logits[4] = -math.inf
+    temperature = torch.tensor([0.0, 2.0, 0.0, 0.01, 0.0], device=device)
+    zeros = torch.zeros(5, dtype=torch.int64, device=device)
+    together = impl.gumbel_argmax(logits, temperature, zeros, zeros)
+    assert together.tolist() == [77, 4999, 4500, 3, 0]
+    assert impl.gumbel_argmax(logits[:1], temperature[:1], zeros[:1], zeros[:1]).tolist() == [77]
+
+
+def check_noise_ignores_the_batch(impl: ModuleType, device: str) -> None:
+    """smp-04: a seeded row draws the same token alone, in another row and beside others, whole or from its shard."""
+    rng = generator(device, 4)
+    logits = normal(rng, 1, 6000, dtype=torch.float32)
+    others = normal(rng, 3, 6000, dtype=torch.float32)
+    seeds = torch.tensor([5, -1, 7, 99], device=device)
+    positions = torch.tensor([0, 3, 2**33, 17], device=device)
+    heat = torch.ones(4, device=device)
+    alone = impl.gumbel_argmax(logits, heat[:1], seeds[3:], positions[3:])
+    together = impl.gumbel_argmax(torch.cat((others, logits)), heat, seeds, positions)
+    assert int(together[3]) == int(alone)
+    shards = [impl.gumbel_argmax(logits[:, :2999], heat[:1], seeds[3:], positions[3:])]
+    shards.append(impl.gumbel_argmax(logits[:, 2999:], heat[:1], seeds[3:], positions[3:], 2999))
+    assert int(alone) in [int(shard) for shard in shards]
+    many = [column.repeat(64) for column in (heat[:1], seeds[3:])]
+    elsewhere = impl.gumbel_argmax(logits.expand(64, -1), *many, torch.arange(64, device=device))
+    assert len(set(elsewhere.tolist())) > 32
+
+
+def check_token_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
+    rng = generator(device, rows, vocab_size)
+    logits = normal(rng, rows, vocab_size, dtype=dtype) * 4
+    logits[:, 1::3] = -math.inf
+    token_ids = torch.randint(0, vocab_size, (rows,), generator=rng, device=device)
+    token_ids[0] = logits[0].argmax()
+    with poisoned_allocations():
+        logprobs, ranks = impl.token_logprobs(logits, token_ids)
+    wide = logits.double()
+    expected = torch.log_softmax(wide, dim=1).gather(1, token_ids[:, None])[:, 0]
+    finite = expected.isfinite()
+    assert torch.equal(logprobs.isfinite(), finite)
+    torch.testing.assert_close(logprobs[finite].double(), expected[finite], atol=5e-6, rtol=1e-6)
+    assert ranks.tolist() == [1 + int((wide[r] > wide[r, token_ids[r]]).sum()) for r in range(rows)]
+    assert int(ranks[0]) == 1
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROWS = ((1, 1), (1, 64), (3, 100), (5, 257), (2, 1024))  # tokens, hidden
+LARGE_ROWS = ((1, 5120), (37, 4096), (64, 12800), (513, 1024))
+# num_heads, num_kv_heads: ratios 1 to 8 and the odd ones.
+HEADS = ((2, 2), (4, 2), (3, 1), (8, 2), (5, 1), (6, 1), (7, 1), (8, 1), (16, 1))
+# Around blocks of 8 and 16 and KV tiles of 32 to 128; 0 is padding.
+SEQ_LENS = ([1], [7, 8, 9], [15, 0, 16, 17], [31, 32, 33], [63, 1, 64, 65], [127, 128, 0, 129])
+# (query_len, seq_len): whole prompts, chunks behind a cached prefix, single tokens, padding, all in one batch.
+SPANS = (
+    [(1, 1)],
+    [(7, 7), (8, 8), (9, 9)],
+    [(1, 33), (16, 16), (0, 0), (17, 40)],
+    [(33, 64), (1, 65), (2, 129)],
+    [(5, 132), (3, 0), (31, 31), (1, 1)],
+)
+VOCABULARIES = ((1, 5, 0), (3, 100, 7), (5, 1001, 128), (2, 4099, 4094))  # rows, vocab_size, vocab_start

@@ -1,0 +1,109 @@
+"""The Triton kernels on the CPU, in Triton's interpreter, against fp64 formulas."""
+
+import kernel_checks as checks
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("test_kernels_gpu.py runs the compiled kernels here", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from qwen_engine.kernels import gpu, reference  # noqa: E402
+from qwen_engine.kernels.gpu.decode import choose_num_splits  # noqa: E402
+from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
+
+dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "hidden"), checks.ROWS)
+def test_norms_equal_their_formula(dtype, tokens, hidden):
+    checks.check_rms_norm(gpu, "cpu", dtype, tokens, hidden)
+    checks.check_add_rms_norm(gpu, "cpu", dtype, tokens, hidden)
+
+
+def test_add_rms_norm_uses_the_sum_before_rounding():
+    checks.check_norm_uses_the_sum_before_rounding(gpu, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "width"), checks.ROWS)
+def test_silu_mul_and_embedding_equal_their_formula(dtype, tokens, width):
+    checks.check_silu_mul(gpu, "cpu", dtype, tokens, width)
+    checks.check_embed_tokens(gpu, "cpu", dtype, tokens, width)
+
+
+@dtypes
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1), (5, 1), (16, 2)], ids=str)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 8), (64, 16)])
+def test_rope_writes_only_the_pages_of_live_tokens(dtype, heads, head_dim, block_size):
+    checks.check_qk_norm_rope_kv_write(gpu, "cpu", dtype, 9, heads, head_dim, block_size)
+
+
+@dtypes
+@pytest.mark.parametrize("seq_lens", checks.SEQ_LENS, ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_decode_attention_equals_fp64(dtype, seq_lens, num_splits):
+    checks.check_decode(gpu, "cpu", dtype, seq_lens, (4, 2), 64, 16, num_splits)
+
+
+@pytest.mark.parametrize("heads", checks.HEADS, ids=str)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 8), (32, 64)])
+def test_decode_attention_takes_any_group_head_and_block_size(heads, head_dim, block_size):
+    checks.check_decode(gpu, "cpu", torch.float32, [130, 0, 70], heads, head_dim, block_size)
+
+
+@dtypes
+@pytest.mark.parametrize("spans", checks.SPANS, ids=str)
+def test_prefill_attention_equals_fp64(dtype, spans):
+    checks.check_prefill(gpu, "cpu", dtype, spans, (4, 2), 64, 16)
+
+
+@pytest.mark.parametrize("heads", checks.HEADS, ids=str)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 8), (32, 64)])
+def test_prefill_attention_takes_any_group_head_and_block_size(heads, head_dim, block_size):
+    spans = [(20, 20), (9, 50), (0, 0), (1, 70)]
+    checks.check_prefill(gpu, "cpu", torch.float16, spans, heads, head_dim, block_size)
+
+
+@triton.jit
+def _store_noise_bits(seed, position, out, first_id, COUNT: tl.constexpr):
+    bits = noise_bits(tl.load(seed), tl.load(position), first_id, COUNT)
+    tl.store(out + tl.arange(0, COUNT), bits.to(tl.int64))
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (-1, 2**40 + 3), (2**63 - 1, 12345), (-(2**63), 1)])
+def test_noise_bits_equal_the_reference(seed, position):
+    out = torch.empty(64, dtype=torch.int64)
+    seeds, positions = torch.tensor([seed]), torch.tensor([position])
+    _store_noise_bits[(1,)](seeds, positions, out, 152, COUNT=64)
+    assert torch.equal(out, reference.noise_bits(seeds, positions, 152, 64)[0])
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
+def test_gumbel_argmax_equals_the_noise_of_the_definition(dtype, rows, vocab_size, vocab_start):
+    checks.check_gumbel_argmax(gpu, "cpu", dtype, rows, vocab_size, vocab_start)
+
+
+def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
+    checks.check_greedy_ties_and_masks(gpu, "cpu")
+
+
+def test_smp_04_noise_of_a_seeded_row_ignores_the_batch():
+    checks.check_noise_ignores_the_batch(gpu, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
+def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, vocab_start):
+    checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
+
+
+def test_number_of_splits_fills_the_device_without_splitting_what_already_does():
+    assert choose_num_splits(1, 8, 64, 132) >= 16
+    assert choose_num_splits(256, 8, 64, 132) <= 2
+    assert choose_num_splits(1, 1, 1, 132) == 1
+    assert choose_num_splits(4, 8, 0, 132) == 1
