@@ -24,8 +24,7 @@ class IncrementalDetokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream: _ByteStream | _DecodeStream
         if tokenizer.is_byte_level:
             self._stream = _ByteStream(tokenizer, prompt_token_ids)
@@ -34,35 +33,43 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Text that these ids make certain; bytes of an unfinished character wait. Accepts any integer as an id."""
-        if self._skip_special_tokens:
-            token_ids = [id_ for id_ in token_ids if not self._tokenizer.is_special(id_)]
+        if not self._hidden_ids.isdisjoint(token_ids):
+            token_ids = [id_ for id_ in token_ids if id_ not in self._hidden_ids]
         return self._stream.append(token_ids)
 
     def finish(self) -> str:
-        """What still waits, as one-shot decoding shows it: U+FFFD for an unfinished character. Call once, at the end."""
+        """What still waits, as one-shot decoding shows it: U+FFFD for an unfinished character. Call once, last."""
         return self._stream.finish()
 
 
 class _ByteStream:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._bytes_of_id = tokenizer.bytes_of_id
         self._has_output = False
         tail = b""
         for id_ in reversed(prompt_token_ids):
-            tail = self._token_bytes(id_) + tail
+            tail = self._bytes_of_id[id_] + tail
             if len(tail) >= _MAX_PENDING_BYTES:
                 break
-        self._decoder.decode(tail)  # leaves only an unfinished last character in the decoder
+        _, self._pending = _decode_complete(tail)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        data = b"".join(map(self._token_bytes, token_ids))
-        self._has_output = self._has_output or bool(data)
-        return self._decoder.decode(data)
+        new_bytes = b"".join([self._bytes_of_id[id_] for id_ in token_ids])
+        if not new_bytes:
+            return ""
+        self._has_output = True
+        text, self._pending = _decode_complete(self._pending + new_bytes)
+        return text
 
     def finish(self) -> str:
         # A broken character that is all the prompt's is not output.
-        return self._decoder.decode(b"", final=True) if self._has_output else ""
+        return self._pending.decode(errors="replace") if self._has_output else ""
+
+
+def _decode_complete(data: bytes) -> tuple[str, bytes]:
+    """Text of `data` up to an unfinished last character, and that character's bytes."""
+    text, num_bytes = codecs.utf_8_decode(data, "replace", False)
+    return text, data[num_bytes:]
 
 
 class _DecodeStream:

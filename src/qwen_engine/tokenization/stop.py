@@ -43,17 +43,14 @@ def _build(stop: tuple[str, ...]) -> _Automaton:
     while queue:  # breadth first: a fallback is shorter than its node, so it is finished before
         node, parent, char, length = queue.popleft()
         if parent:
-            fallback[node] = _step(children, fallback, fallback[parent], char)
+            suffix = fallback[parent]
+            while suffix and char not in children[suffix]:
+                suffix = fallback[suffix]
+            fallback[node] = children[suffix].get(char, 0)
         complete[node] = complete[node] or complete[fallback[node]]
         undecided[node] = length if children[node] else undecided[fallback[node]]
         queue.extend((child, node, next_char, length + 1) for next_char, child in children[node].items())
     return _Automaton(children, fallback, complete, undecided)
-
-
-def _step(children: list[dict[str, int]], fallback: list[int], node: int, char: str) -> int:
-    while node and char not in children[node]:
-        node = fallback[node]
-    return children[node].get(char, 0)
 
 
 class StopChecker:
@@ -76,8 +73,12 @@ class StopChecker:
         """
         children, fallback, complete, undecided = self._automaton
         node = self._node
+        if not node and children[0].keys().isdisjoint(new_text):  # nothing held and no stop string begins: most text
+            return new_text, None
         for index, char in enumerate(new_text):
-            node = _step(children, fallback, node, char)
+            while node and char not in children[node]:
+                node = fallback[node]
+            node = children[node].get(char, 0)
             if can_match and (matched := complete[node]) is not None:
                 text = self._held + new_text[: index + 1]
                 self._node, self._held = 0, ""

@@ -27,7 +27,7 @@ class Tokenizer:
     """Encodes, decodes and renders chats. Safe to share between threads.
 
     `backend` is the library's tokenizer, `config` the content of tokenizer_config.json (special token names, chat
-    template); `folder` is only used in messages.
+    template); `folder` is only used in messages. `special_ids` and `bytes_of_id` are for reading.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
 
+        added = backend.get_added_tokens_decoder()
         self._backend = backend
-        self._added = {id_: token.content.encode() for id_, token in backend.get_added_tokens_decoder().items()}
-        self._special = frozenset(id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._bytes_of_id: dict[int, bytes] = {}  # filled as ids are met
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.bytes_of_id = _BytesOfId(backend, {id_: token.content.encode() for id_, token in added.items()})
         self._chat_template = ChatTemplate(config.get("chat_template"), variables=named)
         self._folder = folder
-        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self.is_byte_level = _is_byte_level(backend)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id: int | None = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
 
@@ -83,8 +83,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD, unknown ids become nothing."""
         if self.is_byte_level:
-            special = self._special if skip_special_tokens else frozenset()
-            return b"".join(self.token_bytes(id_) for id_ in ids if id_ not in special).decode(errors="replace")
+            hidden = self.special_ids if skip_special_tokens else frozenset()
+            return b"".join([self.bytes_of_id[id_] for id_ in ids if id_ not in hidden]).decode(errors="replace")
         known = [id_ for id_ in ids if 0 <= id_ < _ID_LIMIT]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
@@ -131,31 +131,45 @@ class Tokenizer:
 
     def is_special(self, id_: int) -> bool:
         """Whether `skip_special_tokens` hides this id. Qwen3's <think> and <tool_call> are not special."""
-        return id_ in self._special
+        return id_ in self.special_ids
 
     def token_bytes(self, id_: int) -> bytes:
         """Bytes the id stands for, b"" if the tokenizer does not know it. May be part of a UTF-8 character."""
-        known = self._bytes_of_id.get(id_)
-        if known is not None:
-            return known
-        token = self._backend.id_to_token(id_) if 0 <= id_ < _ID_LIMIT else None
-        if token is None:
-            return b""
-        return self._bytes_of_id.setdefault(id_, self._bytes_of_token(id_, token))
+        return self.bytes_of_id[id_]
 
     def token_str(self, id_: int) -> str:
         """The id's text for display, special tokens included; part of a character shows as U+FFFD."""
-        return self.token_bytes(id_).decode(errors="replace")
+        return self.bytes_of_id[id_].decode(errors="replace")
 
-    def _bytes_of_token(self, id_: int, token: str) -> bytes:
-        if id_ in self._added:  # stored as plain text, not in the byte alphabet
-            return self._added[id_]
-        if not self.is_byte_level:
+
+class _BytesOfId(dict[int, bytes]):
+    """Bytes of every id, worked out when an id is first met: building the whole table would slow down start-up.
+
+    A dict, because the detokenizer looks up every token that the engine produces.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, added: dict[int, bytes]) -> None:
+        super().__init__(added)  # their content is plain text, not in the byte alphabet
+        self._backend = backend
+        self._is_byte_level = _is_byte_level(backend)
+
+    def __missing__(self, id_: int) -> bytes:
+        token = self._backend.id_to_token(id_) if 0 <= id_ < _ID_LIMIT else None
+        if token is None:
+            return b""  # not stored: there is no end of unknown ids
+        return self.setdefault(id_, self._spell(id_, token))
+
+    def _spell(self, id_: int, token: str) -> bytes:
+        if not self._is_byte_level:
             return self._backend.decode([id_], skip_special_tokens=False).encode()
         try:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         except KeyError:  # an entry outside the byte alphabet stands for its own text
             return token.encode()
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    return isinstance(backend.decoder, decoders.ByteLevel)
 
 
 def _byte_alphabet() -> dict[str, int]:
