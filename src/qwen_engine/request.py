@@ -126,12 +126,21 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-    def check_model(self, *, vocab_size: int, max_logprobs: int) -> None:
-        """Checks what depends on the model: ids lie in the vocabulary, logprob counts under the cap."""
+    def check_model(self, *, vocab_size: int, max_logprobs: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """Checks what depends on the model: ids lie in the vocabulary, logprob counts under the cap.
+
+        eos_token_ids: the end-of-sequence ids this request obeys.
+        """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise RequestError(f"{name} holds id {token_id}; ids are 0 to {vocab_size - 1}", param=name)
+        ends = {*self.stop_token_ids, *eos_token_ids}
+        if self.min_tokens and self.allowed_token_ids is not None and ends.issuperset(self.allowed_token_ids):
+            raise RequestError(
+                f"allowed_token_ids only holds ids that end the output, and min_tokens is {self.min_tokens}",
+                param="allowed_token_ids",
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and value > max_logprobs:

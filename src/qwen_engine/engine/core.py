@@ -86,6 +86,12 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def check(self, request: Request) -> None:
+        """Raises RequestError if the request can never be served, EngineDeadError after `close`."""
+        if self._runner is None:
+            raise EngineDeadError("the engine is closed; create a new one")
+        self.scheduler.check_admissible(request)
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it cannot be served, EngineDeadError after `close`."""
         if self._runner is None:
@@ -100,12 +106,17 @@ class EngineCore:
         """Runs one step and returns what it brought; empty when there is nothing to do."""
         if self._runner is None:
             raise EngineDeadError("the engine is closed; create a new one")
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
-        owners = {request.slot: request for request in self.scheduler.running}
-        result = self._runner.execute(plan).wait()
-        sampled = self.scheduler.apply(plan.step, result.token_ids)
+        try:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return []
+            owners = {request.slot: request for request in self.scheduler.running}
+            result = self._runner.execute(plan).wait()
+            sampled = self.scheduler.apply(plan.step, result.token_ids)
+        except BaseException:
+            # An interrupt or a device error in the middle of a step: its outcome is unknown, so nothing of it is kept.
+            self.scheduler.reset()
+            raise
         outputs = [
             TokenOutput(owners[slot], None, prompt_logprobs=part) for slot, part in result.prompt_logprobs.items()
         ]
@@ -123,8 +134,7 @@ class EngineCore:
         """Ends all requests and frees the device's memory. Safe to call twice."""
         if self._runner is None:
             return
-        for request_id in list(self.scheduler.requests):
-            self.scheduler.finish(request_id, "abort")
+        self.scheduler.reset()
         self._runner = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -69,6 +69,8 @@ class RequestState:
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * num_prompt
+        self.moved = False
+        """Something was taken since the reader last looked; the reader clears it."""
         self._arrival_time = time.monotonic()
         self._first_token_s: float | None = None
         self._finished_s: float | None = None
@@ -76,6 +78,10 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return all(sample.finish_reason is not None for sample in self.samples.values())
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples.values())
 
     def take(self, output: TokenOutput, end: Callable[[str, str, int | str | None], None]) -> None:
         """Takes one step's output; calls `end(sequence id, "stop", stop string)` when the text hit a stop string."""
@@ -86,6 +92,7 @@ class RequestState:
             self.prompt_logprobs[start : start + len(entries)] = [self._with_text(entry) for entry in entries]
         if output.token_id is None:
             return
+        self.moved = True
         if self._first_token_s is None:
             self._first_token_s = time.monotonic() - self._arrival_time
         _, stop = sample.text.append((output.token_id,), finish_reason=request.finish_reason)

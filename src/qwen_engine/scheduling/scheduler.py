@@ -81,12 +81,47 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Admits a request to the queue. Raises RequestError if it can never run or the queue is full."""
-        self._check_admissible(request)
+        self.check_admissible(request)
         request.limit_tokens = self._limit_tokens(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=self._reverse_order)
+
+    def check_admissible(self, request: Request) -> None:
+        """Raises RequestError if the request is malformed, can never run, or finds the queue full."""
+        num_prompt, max_len = request.num_prompt_tokens, self.max_model_len
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        if self.max_num_waiting is not None and len(self.waiting) >= self.max_num_waiting:
+            raise RequestError(f"{len(self.waiting)} requests are waiting; max_num_waiting is {self.max_num_waiting}")
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
+        if num_prompt >= max_len:
+            raise RequestError(
+                f"prompt has {num_prompt} tokens; max_model_len is {max_len} and must hold an output token too",
+                param="prompt",
+            )
+        try:
+            ids = array("i", request.token_ids)
+        except (TypeError, OverflowError):
+            raise RequestError("prompt token ids must be 32-bit integers", param="prompt") from None
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(f"prompt holds token id {bad}; ids are 0 to {self.vocab_size - 1}", param="prompt")
+        if request.cache_salt is not None and (not isinstance(request.cache_salt, str) or not request.cache_salt):
+            raise RequestError("cache_salt must be a non-empty string", param="cache_salt")
+        pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
+        max_tokens = request.params.max_tokens
+        # The last token of a request is never computed, so it takes no KV.
+        num_kv_tokens = num_prompt if max_tokens is None else min(num_prompt + max_tokens, max_len) - 1
+        if num_kv_tokens > pool_tokens:
+            raise RequestError(
+                f"request needs KV for up to {num_kv_tokens} tokens; the whole pool holds {pool_tokens}: "
+                "lower max_tokens, shorten the prompt or give the engine more KV memory",
+                param="max_tokens" if num_prompt <= pool_tokens else "prompt",
+            )
 
     def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> Request | None:
         """Ends a request at any moment of its life and frees what it holds. Unknown or ended ids are ignored."""
@@ -149,6 +184,12 @@ class Scheduler:
                 self.finish(request.request_id, "length")
         return owners
 
+    def reset(self) -> None:
+        """Aborts every request and forgets launched steps whose results will never come."""
+        for request_id in list(self.requests):
+            self.finish(request_id, "abort")
+        self._launched.clear()
+
     def check(self) -> None:
         """Verifies every invariant; raises AssertionError. For tests and debugging."""
         self.block_manager.check(request.block_ids for request in self.running)
@@ -171,40 +212,6 @@ class Scheduler:
             assert not request.block_ids
             assert request.slot == -1
             assert request.num_computed_tokens == 0
-
-    def _check_admissible(self, request: Request) -> None:
-        num_prompt, max_len = request.num_prompt_tokens, self.max_model_len
-        if request.request_id in self.requests:
-            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if self.max_num_waiting is not None and len(self.waiting) >= self.max_num_waiting:
-            raise RequestError(f"{len(self.waiting)} requests are waiting; max_num_waiting is {self.max_num_waiting}")
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
-        if num_prompt >= max_len:
-            raise RequestError(
-                f"prompt has {num_prompt} tokens; max_model_len is {max_len} and must hold an output token too",
-                param="prompt",
-            )
-        try:
-            ids = array("i", request.token_ids)
-        except (TypeError, OverflowError):
-            raise RequestError("prompt token ids must be 32-bit integers", param="prompt") from None
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(f"prompt holds token id {bad}; ids are 0 to {self.vocab_size - 1}", param="prompt")
-        if request.cache_salt is not None and (not isinstance(request.cache_salt, str) or not request.cache_salt):
-            raise RequestError("cache_salt must be a non-empty string", param="cache_salt")
-        pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
-        max_tokens = request.params.max_tokens
-        # The last token of a request is never computed, so it takes no KV.
-        num_kv_tokens = num_prompt if max_tokens is None else min(num_prompt + max_tokens, max_len) - 1
-        if num_kv_tokens > pool_tokens:
-            raise RequestError(
-                f"request needs KV for up to {num_kv_tokens} tokens; the whole pool holds {pool_tokens}: "
-                "lower max_tokens, shorten the prompt or give the engine more KV memory",
-                param="max_tokens" if num_prompt <= pool_tokens else "prompt",
-            )
 
     def _limit_tokens(self, request: Request) -> int:
         pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size

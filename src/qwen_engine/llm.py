@@ -1,0 +1,288 @@
+"""`LLM`: the engine for scripts. Text or token ids in, `RequestOutput`s out."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from qwen_engine.config import EngineConfig
+from qwen_engine.engine.core import EngineCore
+from qwen_engine.engine.output_processor import RequestState
+from qwen_engine.errors import RequestError
+from qwen_engine.models.hub import resolve_model
+from qwen_engine.request import Request, RequestOutput, SamplingParams
+from qwen_engine.tokenization.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids" and, optionally, "cache_salt" and "priority"."""
+Message = Mapping[str, Any]
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so n samples of one seed get n different seeds
+
+
+class LLM:
+    """A model ready to generate, in this process.
+
+    Options are the fields of `EngineConfig`; unknown names raise UnknownOptionError. Use as a context manager, or call
+    `close`, or let it go out of scope: each frees the device. Calls from several threads take turns.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        self.config = EngineConfig.from_options({"model": model, **options})
+        folder = resolve_model(self.config.model, with_weights=self.config.load_format != "dummy")
+        self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.from_folder(folder)
+        self._core = EngineCore(self.config)
+        self._lock = threading.Lock()
+        self._live: dict[str, RequestState] = {}  # by sequence id
+        self._num_requests = 0
+        weakref.finalize(self, self._core.close)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """The same from a ready `EngineConfig`."""
+        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt + output."""
+        return self._core.max_model_len
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The checkpoint's own defaults (generation_config.json), with `overrides` on top."""
+        return SamplingParams(**{**self._core.model_config.sampling_defaults, **overrides})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; results are in the order of the prompts.
+
+        sampling_params: one for all prompts, or one for each; None takes `default_sampling_params()`.
+        Raises RequestError, before any work, if one of the requests cannot be served.
+        """
+        return self._run_all(_as_prompt_list(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several. `sampling_params=None` generates up to the context limit."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self._needs_tokenizer().apply_chat_template(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params(max_tokens=None)
+        return self._run_all(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yields a RequestOutput (everything so far) of each request that a step has moved, until all have ended.
+
+        Outputs of several prompts interleave; `request_id` tells them apart, in the order of the prompts. Leaving the
+        loop early aborts what still runs.
+        """
+        states = self._states(_as_prompt_list(prompts), sampling_params)
+        return (state.output() for moved in self._steps(states) for state in moved)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return self._needs_tokenizer().encode(text)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        with self._lock:
+            self._core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Ends the engine and frees its memory; safe to call twice."""
+        self._core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        states = self._states(prompts, sampling_params)
+        with tqdm(total=len(states), desc="generating", unit="req", disable=None if use_tqdm else True) as progress:
+            for _ in self._steps(states):
+                num_finished = sum(state.finished for state in states)
+                if num_finished > progress.n:
+                    num_tokens = sum(state.num_output_tokens for state in states)
+                    rate = num_tokens / max(progress.format_dict["elapsed"], 1e-9)
+                    progress.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+                    progress.update(num_finished - progress.n)
+        return [state.output() for state in states]
+
+    def _steps(self, states: Sequence[RequestState]) -> Iterator[list[RequestState]]:
+        """Runs these requests to their end; after each step that moved some of them, yields those.
+
+        Whoever steps the engine serves all live requests, so loops over several streams may be nested or threaded.
+        """
+        try:
+            with self._lock:
+                for state in states:
+                    for sequence in state.sequences:
+                        self._core.add(sequence)
+                        self._live[sequence.request_id] = state
+            while not all(state.finished for state in states):
+                with self._lock:
+                    if not any(state.moved for state in states):
+                        self._step()
+                moved = [state for state in states if state.moved]
+                for state in moved:
+                    state.moved = False
+                if moved:
+                    yield moved
+        finally:
+            with self._lock:
+                for state in states:
+                    self._drop(state)
+
+    def _step(self) -> None:
+        for output in self._core.step():
+            state = self._live.get(output.request.request_id)
+            if state is not None:
+                state.take(output, self._core.finish)
+
+    def _drop(self, state: RequestState) -> None:
+        """Forgets a request, aborting it if it has not ended."""
+        for sequence in state.sequences:
+            self._core.finish(sequence.request_id, "abort")
+            self._live.pop(sequence.request_id, None)
+        state.abort()
+
+    def _states(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestState]:
+        """Checks and tokenizes everything; nothing is queued yet."""
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each",
+                param="sampling_params",
+            )
+        return [self._state(_as_mapping(prompt), params) for prompt, params in zip(prompts, sampling_params)]
+
+    def _state(self, prompt: Mapping[str, Any], params: SamplingParams) -> RequestState:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params is {type(params).__name__}; it must be a SamplingParams", param="sampling_params"
+            )
+        config, model = self.config, self._core.model_config
+        eos_token_ids = () if params.ignore_eos else model.eos_token_ids
+        params.check_model(vocab_size=model.vocab_size, max_logprobs=config.max_logprobs, eos_token_ids=eos_token_ids)
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self._needs_tokenizer().encode(text)
+        if params.stop:
+            self._needs_tokenizer()
+        request_id = str(self._num_requests)
+        seed = params.seed
+        if seed is None or seed == -1:
+            seed = config.seed * 2**32 + self._num_requests
+        self._num_requests += 1
+        bad_word_ids = self._bad_word_ids(params.bad_words)
+        sequences = [
+            Request(
+                f"{request_id}-{index}",
+                token_ids,
+                params,
+                seed=_wrap_int64(seed + index * _SEED_STEP),
+                priority=prompt.get("priority", 0),
+                cache_salt=prompt.get("cache_salt"),
+                eos_token_ids=eos_token_ids,
+                bad_word_ids=bad_word_ids,
+            )
+            for index in range(params.n)
+        ]
+        self._core.check(sequences[0])
+        return RequestState(request_id, text, sequences, self.tokenizer)
+
+    def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it is written at the start of a text and after a space."""
+        found: list[list[int]] = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self._needs_tokenizer().encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    def _needs_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True; give token ids"
+            )
+        return self.tokenizer
+
+
+def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt in any form → a list of it; a list of prompts stays."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is {type(prompts).__name__}; give text, token ids or a list of prompts", "prompt")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is {type(prompt).__name__}; give text or token ids", "prompt")
+        return {"prompt_token_ids": prompt}
+    unknown = set(prompt) - _PROMPT_KEYS
+    if unknown:
+        raise RequestError(
+            f"prompt has unknown key {min(unknown)!r}; known: {', '.join(sorted(_PROMPT_KEYS))}", "prompt"
+        )
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise RequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", "prompt")
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt is {type(text).__name__}; it must be text", "prompt")
+    return prompt
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
