@@ -180,6 +180,14 @@ def test_a_stop_that_begins_within_min_tokens_and_ends_later_counts(tiny):
     assert run(tiny, Params(stop=("BC",), min_tokens=2), [ids], reason="length")[:3] == (["A"], "BC", ids[:3])
 
 
+@pytest.mark.parametrize(("min_tokens", "expected"), [(1, ("a", "\ufffd")), (2, ("a\ufffd", None))])
+def test_flushed_text_counts_as_that_of_the_last_token(tiny, min_tokens, expected):
+    ids = tiny.encode("a😀")[:2]
+    _, matched, kept, text = run(tiny, Params(stop=("\ufffd",), min_tokens=min_tokens), [ids], reason="length")
+    assert (text, matched) == expected
+    assert kept == ids
+
+
 def test_lpb_04_tokens_spell_the_text_though_text_is_held_back(tiny):
     """Text may come later than its tokens, but no token or character is lost or doubled."""
     ids = tiny.encode("ABCDEFGH, ABCDEFGHI? 我 no")
