@@ -87,7 +87,7 @@ def sequences(draw, tokenizer):
 
 
 @given(data=st.data(), reason=st.sampled_from(["length", "stop", "abort"]))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_text_stop_and_tokens_kept_do_not_depend_on_grouping(tiny, data, reason):
     ids, params = data.draw(sequences(tiny))
     groups = split(ids, data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=6)))
