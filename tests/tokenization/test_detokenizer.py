@@ -19,7 +19,7 @@ def stream(tokenizer, groups, *, prompt=(), skip_special_tokens=True):
 
 
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_deltas_join_to_the_one_shot_decoding_for_any_ids_and_grouping(tiny, data, skip):
     ids = data.draw(st.lists(st.integers(-2, tiny.vocab_size + 20), max_size=30))
     groups, rest = [], ids

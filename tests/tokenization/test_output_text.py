@@ -87,7 +87,7 @@ def sequences(draw, tokenizer):
 
 
 @given(data=st.data(), reason=st.sampled_from(["length", "stop", "abort"]))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_text_stop_and_tokens_kept_do_not_depend_on_grouping(tiny, data, reason):
     ids, params = data.draw(sequences(tiny))
     groups = split(ids, data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=6)))
@@ -178,6 +178,14 @@ def test_a_stop_that_begins_within_min_tokens_and_ends_later_counts(tiny):
     ids = tiny.encode("ABCD")
     assert len(ids) == 4
     assert run(tiny, Params(stop=("BC",), min_tokens=2), [ids], reason="length")[:3] == (["A"], "BC", ids[:3])
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(1, ("a", "\ufffd")), (2, ("a\ufffd", None))])
+def test_flushed_text_counts_as_that_of_the_last_token(tiny, min_tokens, expected):
+    ids = tiny.encode("a😀")[:2]
+    _, matched, kept, text = run(tiny, Params(stop=("\ufffd",), min_tokens=min_tokens), [ids], reason="length")
+    assert (text, matched) == expected
+    assert kept == ids
 
 
 def test_lpb_04_tokens_spell_the_text_though_text_is_held_back(tiny):

@@ -44,7 +44,7 @@ def split(text, cuts):
 @given(
     stop=STOPS, text=st.text("ab我x", max_size=25), cuts=st.lists(st.integers(0, 25), max_size=6), include=st.booleans()
 )
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_result_equals_a_character_reader_for_any_chunking(stop, text, cuts, include):
     emitted, matched = run(stop, split(text, [min(cut, len(text)) for cut in cuts]), include=include)
     assert ("".join(emitted), matched) == oracle(stop, text, include=include)

@@ -51,14 +51,17 @@ class _ByteStream:
             tail = self._bytes_of_id[id_] + tail
             if len(tail) >= _MAX_PENDING_BYTES:
                 break
-        _, self._pending = _decode_complete(tail)
+        _, num_bytes = codecs.utf_8_decode(tail, "replace", False)  # stops before an unfinished last character
+        self._pending = tail[num_bytes:]
 
     def append(self, token_ids: Sequence[int]) -> str:
-        new_bytes = b"".join([self._bytes_of_id[id_] for id_ in token_ids])
+        new_bytes = b"".join(map(self._bytes_of_id.__getitem__, token_ids))
         if not new_bytes:
             return ""
         self._has_output = True
-        text, self._pending = _decode_complete(self._pending + new_bytes)
+        data = self._pending + new_bytes
+        text, num_bytes = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[num_bytes:]
         return text
 
     def finish(self) -> str:
@@ -66,17 +69,11 @@ class _ByteStream:
         return self._pending.decode(errors="replace") if self._has_output else ""
 
 
-def _decode_complete(data: bytes) -> tuple[str, bytes]:
-    """Text of `data` up to an unfinished last character, and that character's bytes."""
-    text, num_bytes = codecs.utf_8_decode(data, "replace", False)
-    return text, data[num_bytes:]
-
-
 class _DecodeStream:
     """For decoders that see neighbours (word joining, byte fallback): decodes a short window twice and shows the rest.
 
-    ids     ... [shown as context | waiting and new]
-                 ^_context         ^_shown           window = ids[_context:]
+    [ shown last, for context | waiting, then new ]
+    0                      _shown          len(_window)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
