@@ -82,15 +82,15 @@ def reference_model() -> Callable[[Path], transformers.Qwen3ForCausalLM]:
 
 
 @torch.no_grad()
-def greedy_reference(model: transformers.Qwen3ForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The next `num_tokens` greedy tokens, with Transformers' own KV cache and without any stop."""
-    ids, past, out = torch.tensor([list(prompt)]), None, []
-    for _ in range(num_tokens):
-        result = model(ids, past_key_values=past, use_cache=True)
-        past = result.past_key_values
-        ids = result.logits[:, -1:].argmax(dim=-1)
-        out.append(int(ids))
-    return out
+def greedy_tokens(
+    model: transformers.Qwen3ForCausalLM, prompt: Sequence[int], continuation: Sequence[int]
+) -> list[int]:
+    """Transformers' greedy choice after the prompt and after each token of `continuation` but the last.
+
+    Equal to `continuation` if and only if `continuation` is what Transformers itself would generate.
+    """
+    ids = torch.tensor([[*prompt, *continuation[:-1]]])
+    return model(ids).logits[0, len(prompt) - 1 :].argmax(dim=-1).tolist()
 
 
 def random_prompt(length: int, *, seed: int = 0, vocab_size: int = TINY["vocab_size"]) -> list[int]:
