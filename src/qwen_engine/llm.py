@@ -84,7 +84,7 @@ class LLM:
         """Answers one conversation, or several. `sampling_params=None` generates up to the context limit."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
-            self._needs_tokenizer().apply_chat_template(
+            self.apply_chat_template(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -109,6 +109,13 @@ class LLM:
         """
         states = self._states(_as_prompt_list(prompts), sampling_params)
         return (state.output() for moved in self._steps(states) for state in moved)
+
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of a conversation, as `chat` computes them; `options` are `chat`'s keyword-only arguments.
+
+        For `stream`: `llm.stream([llm.apply_chat_template(messages)], params)`.
+        """
+        return self._needs_tokenizer().apply_chat_template(messages, **options)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
