@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qwen_engine.config import EngineConfig
+from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine.core import EngineCore
 from qwen_engine.engine.output_processor import RequestState
 from qwen_engine.errors import RequestError
@@ -36,8 +36,9 @@ class LLM:
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
         folder = resolve_model(self.config.model, with_weights=self.config.load_format != "dummy")
+        model_config = ModelConfig.from_folder(folder)
         self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.from_folder(folder)
-        self._core = EngineCore(self.config)
+        self._core = EngineCore(self.config, folder, model_config)
         self._lock = threading.Lock()
         self._live: dict[str, RequestState] = {}  # by sequence id
         self._num_requests = 0

@@ -17,7 +17,6 @@ from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine import memory
 from qwen_engine.engine.model_runner import ModelRunner
 from qwen_engine.errors import ConfigError, EngineDeadError
-from qwen_engine.models.hub import resolve_model
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.models.weights import fill_dummy_weights, load_weights, sharding_table
 from qwen_engine.request import PositionLogprobs, Request
@@ -44,7 +43,7 @@ class TokenOutput:
 class EngineCore:
     """A model that generates. Construction loads the weights and sizes the KV cache."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, model_folder: Path, model_config: ModelConfig) -> None:
         if config.tensor_parallel_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}; this version runs on one device: use 1"
@@ -52,11 +51,10 @@ class EngineCore:
         start = time.perf_counter()
         self.config = config
         self.device = resolve_device(config.device)
-        self.model_folder = resolve_model(config.model, with_weights=config.load_format != "dummy")
-        self.model_config = ModelConfig.from_folder(self.model_folder)
+        self.model_config = model_config
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         self.max_model_len = _max_model_len(config, self.model_config)
-        self._runner: ModelRunner | None = self._load_model(self.model_folder, TPGroup())
+        self._runner: ModelRunner | None = self._load_model(model_folder, TPGroup())
         num_blocks = self._size_kv_cache(self._runner)
         self._runner.allocate_kv_cache(num_blocks)
         self.scheduler = Scheduler(
