@@ -146,7 +146,7 @@ _ZEN_COPIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One answer, the wordings of its question, and whether `held_out` may be asked about it in the validation."""
+    """One answer and the wordings of its question; `held_out`, if any, is one kept for validation."""
 
     answer: str
     questions: tuple[str, ...]
