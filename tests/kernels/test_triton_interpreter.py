@@ -102,8 +102,10 @@ def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, voc
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
 
 
-def test_number_of_splits_fills_the_device_without_splitting_what_already_does():
-    assert choose_num_splits(1, 8, 64, 132) >= 16
-    assert choose_num_splits(256, 8, 64, 132) <= 2
-    assert choose_num_splits(1, 1, 1, 132) == 1
-    assert choose_num_splits(4, 8, 0, 132) == 1
+def test_number_of_splits_fills_the_device_and_bounds_the_longest_program():
+    sms = 132
+    assert choose_num_splits(1, 8, 4096, sms) * 8 >= 3 * sms
+    assert choose_num_splits(256, 8, 1024, sms) == 1
+    assert choose_num_splits(256, 8, 16384, sms) == 8
+    assert choose_num_splits(1, 1, 1, sms) == 1
+    assert choose_num_splits(4, 8, 0, sms) == 1

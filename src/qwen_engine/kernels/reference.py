@@ -138,7 +138,7 @@ def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: 
     grouped = q.float().transpose(0, 1).reshape(num_kv_heads, group, num_queries, head_dim)
     mask = None
     if num_queries > 1:
-        mask = torch.ones(num_queries, seq_len, dtype=torch.bool).tril(seq_len - num_queries)
+        mask = torch.ones(num_queries, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - num_queries)
     # One KV head is a batch entry whose group shares K and V through a stride of zero.
     k, v = (t[:, None].expand(-1, group, -1, -1) for t in (k, v))
     attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
@@ -163,7 +163,7 @@ def philox(
 def noise_bits(seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int, vocab_size: int) -> torch.Tensor:
     """The 32 random bits of each token id, as int64 [rows, vocab_size], for seeds and positions int64 [rows]."""
     first_group, last_group = vocab_start >> 2, (vocab_start + vocab_size - 1) >> 2
-    groups = torch.arange(first_group, last_group + 1)[None]
+    groups = torch.arange(first_group, last_group + 1, device=seeds.device)[None]
     seeds, positions = seeds[:, None], positions[:, None]
     key = (seeds & _LOW_32_BITS, (seeds >> 32) & _LOW_32_BITS)
     counter = (groups, positions & _LOW_32_BITS, (positions >> 32) & _LOW_32_BITS, torch.zeros_like(groups))

@@ -1,25 +1,28 @@
 """Split-KV decode attention.
 
 Stage 1: one program per (row, KV head, split) walks its share of the row's pages with all query heads of the KV head in
-one dot, by online softmax, and leaves an unnormalised-free partial: its softmax-weighted mean of V and the base-2
-logarithm of its softmax denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are
-read on the device; only the number of splits comes from the host, from its upper bound of them.
+one dot, by online softmax, and leaves its softmax-weighted mean of V and the base-2 logarithm of its softmax
+denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are read on the device; only
+the number of splits comes from the host, from its upper bound of them.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, dot_dtype, num_sms
+from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, num_sms
 
+_MIN_DOT_ROWS = 16  # smallest side of a tl.dot
+# Many small programs keep more loads in flight than few large ones and even out rows of different lengths: one warp
+# and tiles of 4 KB (a 16-token page of head size 128 in bf16) of K and of V.
+_TILE_BYTES = 4096
+_PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 128
-_MIN_DOT_ROWS = 16  # smallest M of tl.dot
-_PROGRAMS_PER_SM = 2
-# Time of a program that its KV tiles do not explain (start, first loads, partial's store), in tiles.
-_PROGRAM_OVERHEAD_TILES = 4
+_MIN_SPLIT_TOKENS = 32
+_MAX_SPLIT_TOKENS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _split_kernel(
     q,
     k_cache,
@@ -86,8 +89,7 @@ def _split_kernel(
     for first in range(start, end, BLOCK_N):
         tokens = first + tl.arange(0, BLOCK_N)
         live = tokens < end
-        block = tl.load(table + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        rows = (block * cache_stride_block + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
+        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True)
         k = tl.load(k_head + rows, mask=live[:, None], other=0.0)
         v = tl.load(v_head + rows, mask=live[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
@@ -106,7 +108,7 @@ def _split_kernel(
         tl.store(partial_lse + partial, peak + tl.log2(total), mask=in_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     partial_out,
     partial_lse,
@@ -133,18 +135,11 @@ def _combine_kernel(
     tl.store(out + row * out_stride_row + head * out_stride_head + dims, result.to(out.dtype.element_ty))
 
 
-def choose_num_splits(rows: int, num_kv_heads: int, num_tiles: int, sms: int) -> int:
-    """Splits that finish soonest when programs run in waves of `_PROGRAMS_PER_SM` per multiprocessor.
-
-    num_tiles: KV tiles of the longest row. A wave costs the tiles of one program plus a constant.
-    """
-    wave = sms * _PROGRAMS_PER_SM
-
-    def cost(splits: int) -> int:
-        waves = -(-rows * num_kv_heads * splits // wave)
-        return waves * (-(-num_tiles // splits) + _PROGRAM_OVERHEAD_TILES)
-
-    return min(range(1, min(num_tiles, _MAX_SPLITS) + 1), key=cost, default=1)
+def choose_num_splits(rows: int, num_kv_heads: int, max_seq_len: int, sms: int) -> int:
+    """As many splits as fill the device, and enough that the longest row does not outlast the others by much."""
+    fill = round(_PROGRAMS_PER_SM * sms / max(rows * num_kv_heads, 1))
+    wanted = max(fill, triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS))
+    return max(1, min(wanted, triton.cdiv(max_seq_len, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
 
 
 def decode_attention(
@@ -164,10 +159,10 @@ def decode_attention(
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    # Bytes in flight decide the speed: a tile is 16 KB of K and as much of V whatever the dtype and head size.
-    block_n = max(16, min(128, 16384 // (head_dim * q.element_size())))
+    row_bytes = head_dim * q.element_size()
+    block_n = max(_MIN_DOT_ROWS, _TILE_BYTES // row_bytes)
     if num_splits is None:
-        num_splits = choose_num_splits(rows, num_kv_heads, triton.cdiv(max_seq_len, block_n), num_sms(q.device))
+        num_splits = choose_num_splits(rows, num_kv_heads, max_seq_len, num_sms(q.device))
     partial_shape = (rows, num_heads, num_splits if num_splits > 1 else 0)
     partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
@@ -197,8 +192,8 @@ def decode_attention(
         BLOCK_N=block_n,
         ONE_SPLIT=num_splits == 1,
         DOT_DTYPE=dot_dtype(q.dtype),
-        num_warps=4,
-        num_stages=3,
+        num_warps=max(1, row_bytes // 256),
+        num_stages=6,
     )
     if num_splits > 1:
         _combine_kernel[(num_heads, rows)](

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, dot_dtype
+from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype
 
 
 @triton.jit
@@ -41,15 +41,11 @@ def _attend(
     """Online softmax over the keys [start, end); without MASKED every query sees every one of them."""
     for first in range(start, end, BLOCK_N):
         tokens = first + tl.arange(0, BLOCK_N)
+        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASKED)
         if MASKED:
-            live = tokens < end
-            block = tl.load(table + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
-        rows = (block * cache_stride_block + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
-        if MASKED:
-            k = tl.load(k_head + rows, mask=live[:, None], other=0.0)
-            v = tl.load(v_head + rows, mask=live[:, None], other=0.0)
+            live = (tokens < end)[:, None]
+            k = tl.load(k_head + rows, mask=live, other=0.0)
+            v = tl.load(v_head + rows, mask=live, other=0.0)
         else:
             k = tl.load(k_head + rows)
             v = tl.load(v_head + rows)
@@ -67,7 +63,7 @@ def _attend(
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -180,11 +176,13 @@ def _prefill_kernel(
 
 def launch_shape(head_dim: int, element_size: int, dot_rows: int) -> dict[str, int]:
     """Tile and launch parameters. dot_rows: query rows of the longest row of the batch times the group."""
-    if head_dim * element_size > 256:
+    if element_size == 4:  # fp32 dots run on the plain cores, with operands in registers
+        return {"BLOCK_M": 32 if head_dim <= 128 else 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
+    if head_dim > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     if dot_rows <= 64:
-        return {"BLOCK_M": 64 if dot_rows > 16 else 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+        return {"BLOCK_M": 64 if dot_rows > 16 else 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
 
 
 def prefill_attention(
@@ -229,7 +227,7 @@ def prefill_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        MAX_ROWS=triton.next_power_of_2(rows),
+        MAX_ROWS=max(64, triton.next_power_of_2(rows)),
         DOT_DTYPE=dot_dtype(q.dtype),
         **shape,
     )

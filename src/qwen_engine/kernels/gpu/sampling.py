@@ -40,7 +40,7 @@ def _best(scores, ids):
     return peak, tl.min(tl.where((scores == peak) & (ids >= 0), ids, _NO_TOKEN), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab_start"])
 def _argmax_chunk_kernel(
     logits,
     temperature,

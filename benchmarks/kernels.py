@@ -1,0 +1,361 @@
+"""Errors and speeds of the kernels on one CUDA GPU.
+
+    PYTHONPATH=src python benchmarks/kernels.py --mode correctness
+    PYTHONPATH=src python benchmarks/kernels.py --mode benchmark [--only decode]
+
+The error is the relative Frobenius norm against the torch reference fed with fp32 (tests/kernels checks that one, and
+the kernels, against fp64). Times are medians of CUDA-graph replays; a graph calls the kernel on enough different
+buffers to sweep well past the 60 MB L2. Rates are shown against two ceilings measured first: the read bandwidth
+of a 4 GiB sum and cuBLAS on 8192 x 8192 x 8192 in bf16.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from qwen_engine.kernels import gpu, reference
+
+DTYPE = torch.bfloat16
+DEVICE = "cuda"
+ROTATION_BYTES = 256 * 2**20
+MAX_ROTATION = 64
+VOCABULARY = 151936
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this GPU does at best: bytes/s read and bf16 FLOP/s."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+def time_us(calls: list[Callable[[], object]], replays: int = 30) -> float:
+    """Median time of one call, in microseconds, over replays of a graph that makes all of them in turn."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(replays + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[3:])
+
+
+def measure_ceilings() -> Ceilings:
+    words = torch.randn(2**30, device=DEVICE)
+    read_us = time_us([words.sum], replays=10)
+    read = words.numel() * words.element_size()
+    del words
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    matmul_us = time_us([lambda: a @ b] * 5, replays=10)
+    return Ceilings(read / read_us * 1e6, 2 * 8192**3 / matmul_us * 1e6)
+
+
+def rotation(bytes_per_call: int) -> int:
+    """Buffer sets to go through so that none is still in the L2 when its turn comes again."""
+    return max(2, min(MAX_ROTATION, math.ceil(ROTATION_BYTES / bytes_per_call)))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(DTYPE)
+
+
+class Table:
+    """Prints one line per kernel and shape."""
+
+    def __init__(self, mode: str, ceilings: Ceilings | None) -> None:
+        self.mode = mode
+        self.ceilings = ceilings
+
+    def row(
+        self,
+        name: str,
+        shape: str,
+        *,
+        error: float,
+        calls: list[Callable[[], object]],
+        moved: float = 0.0,
+        flops: float = 0.0,
+        beside: dict[str, list[Callable[[], object]]] | None = None,
+    ) -> None:
+        """moved: bytes per call; flops: floating-point operations per call, which then set the rate shown."""
+        line = f"{name:22s} {shape:34s} error {error:8.1e}"
+        if self.ceilings is not None:
+            us = time_us(calls)
+            if flops:
+                rate, ceiling, unit = flops / us * 1e6, self.ceilings.flops_per_s, "TFLOP/s"
+            else:
+                rate, ceiling, unit = moved / us * 1e6, self.ceilings.read_bytes_per_s, "TB/s"
+            line += f" {us:9.1f} us {rate / 1e12:7.2f} {unit:7s} {rate / ceiling:5.0%}"
+            for label, others in (beside or {}).items():
+                line += f" | {label} {time_us(others):.1f} us"
+        print(line, flush=True)
+
+
+def bench_norms(table: Table) -> None:
+    for tokens, hidden in ((1, 5120), (64, 5120), (8192, 5120)):
+        size = tokens * hidden * 2
+        weight = normal(hidden)
+        sets = [(normal(tokens, hidden), normal(tokens, hidden)) for _ in range(rotation(2 * size))]
+        x, residual = sets[0]
+        expected = reference.rms_norm(x.float(), weight, 1e-6)
+        table.row(
+            "rms_norm",
+            f"{tokens} x {hidden}",
+            error=relative_error(gpu.rms_norm(x, weight, 1e-6), expected),
+            calls=[partial(gpu.rms_norm, x, weight, 1e-6) for x, _ in sets],
+            moved=2 * size,
+        )
+        expected = reference.add_rms_norm(x.float(), residual.float(), weight, 1e-6)
+        table.row(
+            "add_rms_norm",
+            f"{tokens} x {hidden}",
+            error=relative_error(gpu.add_rms_norm(x, residual.clone(), weight, 1e-6), expected),
+            calls=[partial(gpu.add_rms_norm, x, residual, weight, 1e-6) for x, residual in sets],
+            moved=4 * size,
+        )
+
+
+def bench_silu(table: Table) -> None:
+    for tokens, inter in ((1, 12800), (64, 12800), (8192, 12800)):
+        size = tokens * inter * 2
+        sets = [normal(tokens, 2 * inter) for _ in range(rotation(3 * size))]
+        table.row(
+            "silu_mul",
+            f"{tokens} x {inter}",
+            error=relative_error(gpu.silu_mul(sets[0]), reference.silu_mul(sets[0].float())),
+            calls=[partial(gpu.silu_mul, x) for x in sets],
+            moved=3 * size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Random KV of `rows` sequences of `length` tokens each in shuffled blocks; slot = row."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    block_tables: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.k, self.v, self.block_tables
+
+
+def make_cache(rows: int, length: int, *, num_kv_heads: int, head_dim: int, block_size: int) -> Cache:
+    blocks = math.ceil(length / block_size)
+    k, v = (
+        torch.empty(rows * blocks, num_kv_heads, block_size, head_dim, device=DEVICE, dtype=DTYPE).normal_()
+        for _ in range(2)
+    )
+    return Cache(k, v, torch.randperm(rows * blocks, device=DEVICE).int().view(rows, blocks))
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def bench_rope(table: Table) -> None:
+    heads, kv_heads, head_dim, block_size = 32, 4, 128, 16
+    weight = normal(head_dim)
+    cos_sin = torch.randn(8192, head_dim, device=DEVICE)
+    for tokens in (1, 64, 8192):
+        cache = make_cache(1, 8192, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+        width = (heads + 2 * kv_heads) * head_dim
+        moved = 2 * tokens * width * 2
+        sets = [normal(tokens, width) for _ in range(rotation(moved))]
+        slots, positions = int32([0] * tokens), torch.randperm(8192, device=DEVICE)[:tokens].int()
+
+        norms = (weight, weight, 1e-6, cos_sin)
+        places = (slots, positions, cache.block_tables, cache.k, cache.v, heads)
+        expected = reference.qk_norm_rope_kv_write(sets[0].float(), *norms, *places)
+        table.row(
+            "qk_norm_rope_kv_write",
+            f"{tokens} tokens, heads {heads}/{kv_heads}",
+            error=relative_error(gpu.qk_norm_rope_kv_write(sets[0].clone(), *norms, *places), expected),
+            calls=[partial(gpu.qk_norm_rope_kv_write, x, *norms, *places) for x in sets],
+            moved=moved,
+        )
+
+
+def bench_embedding(table: Table) -> None:
+    weight = normal(VOCABULARY // 2, 5120)
+    for tokens in (64, 8192):
+        ids = torch.randint(0, weight.shape[0], (1, tokens), device=DEVICE, dtype=torch.int32)
+        arguments = (ids, int32([0] * tokens), torch.arange(tokens, device=DEVICE).int(), weight, 0)
+        expected = reference.embed_tokens(*arguments)
+        table.row(
+            "embed_tokens",
+            f"{tokens} x 5120",
+            error=relative_error(gpu.embed_tokens(*arguments), expected),
+            calls=[partial(gpu.embed_tokens, *arguments)] * 4,
+            moved=2 * tokens * 5120 * 2,
+        )
+
+
+def bench_decode(table: Table) -> None:
+    shapes = (
+        (1, 4096, 64, 8),
+        (1, 4096, 32, 4),
+        (1, 40960, 32, 4),
+        (2, 8192, 32, 4),
+        (16, 4096, 32, 4),
+        (16, 16384, 64, 8),
+        (64, 1024, 32, 4),
+        (64, 4096, 64, 8),
+        (256, 1024, 32, 4),
+        (256, 1024, 16, 8),
+    )
+    head_dim = 128
+    for rows, length, heads, kv_heads in shapes:
+        moved = 2 * rows * length * kv_heads * head_dim * 2
+        copies = rotation(moved)
+        cache = make_cache(copies * rows, length, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16)
+        q = normal(rows, heads, head_dim)
+        seq_lens = int32([length] * rows)
+        out = torch.empty_like(q)
+
+        tables, bounds = (q, *cache.tensors), (seq_lens, head_dim**-0.5, length, out)
+        turns = torch.arange(copies * rows, device=DEVICE).int().view(copies, rows)
+        wide = reference.decode_attention(
+            q[:1].float(), *cache.tensors, turns[0, :1], seq_lens[:1], head_dim**-0.5, length
+        )
+        table.row(
+            "decode_attention",
+            f"{rows} x {length}, heads {heads}/{kv_heads}",
+            error=relative_error(gpu.decode_attention(*tables, turns[0], *bounds)[:1], wide),
+            calls=[partial(gpu.decode_attention, *tables, slots, *bounds) for slots in turns],
+            moved=moved,
+            beside={
+                "one split": [partial(gpu.decode_attention, *tables, slots, *bounds, num_splits=1) for slots in turns]
+            },
+        )
+
+
+def bench_prefill(table: Table) -> None:
+    head_dim = 128
+    shapes = (
+        (1, 1024, 1024, 32, 4),
+        (1, 4096, 4096, 32, 4),
+        (1, 8192, 8192, 32, 4),
+        (1, 16384, 16384, 32, 4),
+        (1, 8192, 8192, 16, 8),
+        (1, 2048, 16384, 32, 4),
+        (8, 1024, 1024, 32, 4),
+    )
+    for rows, queries, length, heads, kv_heads in shapes:
+        cache = make_cache(rows, length, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16)
+        q = normal(rows * queries, heads, head_dim)
+        out = torch.empty_like(q)
+        slots = torch.arange(rows, device=DEVICE).int()
+        query_start = torch.arange(rows + 1, device=DEVICE).int() * queries
+        arguments = (
+            *cache.tensors,
+            slots,
+            query_start,
+            int32([length] * rows),
+            head_dim**-0.5,
+            queries,
+            length,
+        )
+
+        run = partial(gpu.prefill_attention, q, *arguments, out)
+
+        # The last 64 queries of the first row have the longest context.
+        tail = q[queries - 64 : queries].float()
+        one_row = (slots[:1], int32([0, 64]), int32([length]))
+        expected = reference.prefill_attention(tail, *cache.tensors, *one_row, head_dim**-0.5, 64, length)
+        beside = {}
+        if queries == length:
+            dense = [normal(rows, n, length, head_dim) for n in (heads, kv_heads, kv_heads)]
+            dense[1:] = [t.repeat_interleave(heads // kv_heads, dim=1) for t in dense[1:]]
+            beside["torch SDPA"] = [partial(F.scaled_dot_product_attention, *dense, is_causal=True)] * 3
+        seen = queries * (length - queries) + queries * (queries + 1) / 2
+        table.row(
+            "prefill_attention",
+            f"{rows} x {queries} of {length}, heads {heads}/{kv_heads}",
+            error=relative_error(run()[queries - 64 : queries], expected),
+            calls=[run] * 3,
+            flops=4 * rows * seen * heads * head_dim,
+            beside=beside,
+        )
+
+
+def bench_sampling(table: Table) -> None:
+    for rows in (1, 16, 64, 256):
+        size = rows * VOCABULARY * 2
+        sets = [normal(rows, VOCABULARY) * 4 for _ in range(rotation(size))]
+        heat = torch.full((rows,), 0.6, device=DEVICE)
+        seeds, positions = torch.arange(rows, device=DEVICE), torch.arange(rows, device=DEVICE) + 100
+        few = min(rows, 16)
+        chosen = gpu.gumbel_argmax(sets[0], heat, seeds, positions)
+        expected = reference.gumbel_argmax(sets[0][:few], heat[:few], seeds[:few], positions[:few])
+        table.row(
+            "gumbel_argmax",
+            f"{rows} x {VOCABULARY}",
+            error=(chosen[:few] != expected).double().mean().item(),
+            calls=[partial(gpu.gumbel_argmax, x, heat, seeds, positions) for x in sets],
+            moved=size,
+        )
+        logprobs, _ = gpu.token_logprobs(sets[0], chosen)
+        table.row(
+            "token_logprobs",
+            f"{rows} x {VOCABULARY}",
+            error=relative_error(logprobs, reference.token_logprobs(sets[0], chosen)[0]),
+            calls=[partial(gpu.token_logprobs, x, chosen) for x in sets],
+            moved=size,
+        )
+
+
+BENCHES = {
+    "norms": bench_norms,
+    "silu": bench_silu,
+    "rope": bench_rope,
+    "embedding": bench_embedding,
+    "decode": bench_decode,
+    "prefill": bench_prefill,
+    "sampling": bench_sampling,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("correctness", "benchmark"), default="benchmark")
+    parser.add_argument("--only", nargs="+", choices=sorted(BENCHES), default=list(BENCHES))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU")
+    torch.manual_seed(0)
+    ceilings = None
+    if options.mode == "benchmark":
+        ceilings = measure_ceilings()
+        print(
+            f"{torch.cuda.get_device_name()}: read {ceilings.read_bytes_per_s / 1e12:.2f} TB/s, "
+            f"cuBLAS bf16 {ceilings.flops_per_s / 1e12:.0f} TFLOP/s"
+        )
+    table = Table(options.mode, ceilings)
+    for name in options.only:
+        BENCHES[name](table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The compiled Triton kernels on a CUDA GPU against fp64 formulas, over a large grid."""
+
+import random
+
+import kernel_checks as checks
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU", allow_module_level=True)
+
+from qwen_engine import kernels  # noqa: E402
+from qwen_engine.kernels import gpu, reference  # noqa: E402
+
+dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+head_shapes = pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(64, 16), (128, 8), (128, 16), (128, 128)], ids=lambda v: str(v)
+)
+REAL_HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (32, 4))
+
+
+def lengths(batch: int, longest: int) -> list[int]:
+    """Lengths spread over orders of magnitude, the longest among them."""
+    rng = random.Random(batch * longest)
+    return [longest, *(int(longest ** rng.random()) for _ in range(batch - 1))]
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "hidden"), checks.ROWS + checks.LARGE_ROWS)
+def test_norms_silu_and_embedding_equal_their_formula(dtype, tokens, hidden):
+    checks.check_rms_norm(gpu, "cuda", dtype, tokens, hidden)
+    checks.check_add_rms_norm(gpu, "cuda", dtype, tokens, hidden)
+    checks.check_silu_mul(gpu, "cuda", dtype, tokens, hidden)
+    checks.check_embed_tokens(gpu, "cuda", dtype, tokens, hidden)
+
+
+def test_add_rms_norm_uses_the_sum_before_rounding():
+    checks.check_norm_uses_the_sum_before_rounding(gpu, "cuda")
+
+
+@dtypes
+@head_shapes
+@pytest.mark.parametrize("heads", checks.HEADS + REAL_HEADS, ids=str)
+def test_rope_writes_only_the_pages_of_live_tokens(dtype, heads, head_dim, block_size):
+    checks.check_qk_norm_rope_kv_write(gpu, "cuda", dtype, 67, heads, head_dim, block_size)
+
+
+@dtypes
+@head_shapes
+@pytest.mark.parametrize("heads", checks.HEADS[::2], ids=str)
+def test_attention_around_block_and_tile_edges_equals_fp64(dtype, heads, head_dim, block_size):
+    for seq_lens in checks.SEQ_LENS:
+        for num_splits in (None, 1, 3):
+            checks.check_decode(gpu, "cuda", dtype, seq_lens, heads, head_dim, block_size, num_splits)
+    for spans in checks.SPANS:
+        checks.check_prefill(gpu, "cuda", dtype, spans, heads, head_dim, block_size)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 256])
+@dtypes
+def test_attention_takes_other_head_sizes(dtype, head_dim):
+    checks.check_decode(gpu, "cuda", dtype, [130, 0, 70], (4, 2), head_dim, 16)
+    checks.check_prefill(gpu, "cuda", dtype, [(130, 130), (0, 0), (1, 70), (40, 200)], (4, 2), head_dim, 16)
+    checks.check_qk_norm_rope_kv_write(gpu, "cuda", dtype, 67, (4, 2), head_dim, 16)
+
+
+@dtypes
+@pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
+@pytest.mark.parametrize(("batch", "longest"), [(1, 4096), (3, 40960), (16, 16384), (64, 4096)])
+def test_decode_attention_over_long_contexts_equals_fp64(dtype, heads, batch, longest):
+    for num_splits in (None, 1):
+        checks.check_decode(gpu, "cuda", dtype, lengths(batch, longest), heads, 128, 16, num_splits)
+
+
+@dtypes
+@pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(2048, 2048)],
+        [(513, 40960), (1, 1)],
+        [(300, 5000), (1, 9000), (0, 0), (1000, 1000), (1, 16), (129, 129), (7, 4099)],
+        [(1, length) for length in lengths(60, 4096)] + [(511, 1500)],
+    ],
+    ids=["prompt", "long-prefix", "mixed", "decodes-and-a-chunk"],
+)
+def test_prefill_attention_over_long_contexts_equals_fp64(dtype, heads, spans):
+    checks.check_prefill(gpu, "cuda", dtype, spans, heads, 128, 16)
+
+
+def test_attention_reaches_pages_past_2_to_the_31_elements():
+    """A pool of 2.5e9 elements whose last pages hold the sequence."""
+    heads, head_dim, block_size, length = 8, 128, 16, 100
+    num_blocks = 2_500_000_000 // (heads * head_dim * block_size)
+    k_cache = torch.empty(num_blocks, heads, block_size, head_dim, dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.empty_like(k_cache)
+    used = -(-length // block_size)
+    table = torch.arange(num_blocks - used, num_blocks, dtype=torch.int32, device="cuda")[None]
+    k_cache[-used:].normal_()
+    v_cache[-used:].normal_()
+    q = torch.randn(length, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    slots = torch.zeros(1, dtype=torch.int32, device="cuda")
+    seq_lens = slots + length
+    query_start = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    out = gpu.prefill_attention(q, k_cache, v_cache, table, slots, query_start, seq_lens, 0.1, length, length)
+    last = gpu.decode_attention(q[-1:], k_cache, v_cache, table, slots, seq_lens, 0.1, length)
+    k, v = (cache[-used:].transpose(1, 2).flatten(0, 1)[:length].double() for cache in (k_cache, v_cache))
+    expected = checks.naive_attention(q.double(), k, v, 0.1)
+    checks.assert_close(gpu, out, expected)
+    checks.assert_close(gpu, last, expected[-1:])
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "vocab_start"), [*checks.VOCABULARIES, (5, 20000, 75966), (64, 4096, 0)]
+)
+def test_gumbel_argmax_equals_the_noise_of_the_definition(dtype, rows, vocab_size, vocab_start):
+    checks.check_gumbel_argmax(gpu, "cuda", dtype, min(rows, 8), vocab_size, vocab_start)
+
+
+def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
+    checks.check_greedy_ties_and_masks(gpu, "cuda")
+
+
+def test_smp_04_noise_of_a_seeded_row_ignores_the_batch():
+    checks.check_noise_ignores_the_batch(gpu, "cuda")
+
+
+def test_sampled_tokens_equal_those_of_the_reference():
+    """Flat logits of a real vocabulary: the noise alone decides, its far tail above all."""
+    rows = 256
+    logits = torch.zeros(rows, 151936, device="cuda")
+    seeds = torch.arange(rows, device="cuda") * 2**33 + 5
+    positions = torch.arange(rows, device="cuda") + 2**31
+    heat = torch.ones(rows, device="cuda")
+    chosen = gpu.gumbel_argmax(logits, heat, seeds, positions)
+    expected = reference.gumbel_argmax(logits, heat, seeds, positions)
+    # Two tokens may have the same 23 bits at the top, where one step of u moves the noise by 0.1 or more.
+    assert torch.equal(chosen, expected)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (3, 100), (64, 151936), (7, 4097)])
+def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size):
+    checks.check_token_logprobs(gpu, "cuda", dtype, rows, vocab_size)
+
+
+def test_cuda_tensors_are_dispatched_to_triton():
+    x, weight = torch.randn(2, 8, device="cuda"), torch.ones(8, device="cuda")
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-6), gpu.rms_norm(x, weight, 1e-6))
+
+
+def test_a_captured_decode_follows_lengths_that_change_on_the_device():
+    """The grid comes from the host's bound, the lengths from the device, so one graph serves every length below it."""
+    rng = checks.generator("cuda", 9)
+    pages = checks.make_pages(rng, [512, 512], num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
+    dense = []
+    for row in range(2):
+        blocks, rows = checks.cache_rows(pages, row, 512)
+        k, v = (checks.normal(rng, 512, 2, 64, dtype=torch.float32) for _ in range(2))
+        pages.k_cache[blocks, :, rows], pages.v_cache[blocks, :, rows] = k, v
+        dense.append((k.double(), v.double()))
+    q = checks.normal(rng, 2, 8, 64, dtype=torch.float32)
+    seq_lens = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
+    arguments = (q, pages.k_cache, pages.v_cache, pages.block_tables, pages.slots, seq_lens, 0.125, 512)
+    gpu.decode_attention(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gpu.decode_attention(*arguments)
+    for pair in ([512, 3], [64, 65], [1, 300]):
+        seq_lens.copy_(torch.tensor(pair))
+        graph.replay()
+        for row, length in enumerate(pair):
+            k, v = (t[:length] for t in dense[row])
+            checks.assert_close(gpu, out[row : row + 1], checks.naive_attention(q[row : row + 1].double(), k, v, 0.125))
