@@ -11,7 +11,6 @@ be the engine's, or the two logits must lie within the rounding of the dtype (a 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shutil
 import statistics
@@ -29,6 +28,11 @@ from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog, and then it",
+    "人工智能正在改变世界，因为",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+]
 # Largest gap between the two best logits, relative to the largest logit, that rounding may close: a few units in the
 # last place of the dtype, grown through the layers. Random weights leave gaps down to zero; trained ones do not.
 TIE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
@@ -71,15 +75,19 @@ def prompts_for(vocab_size: int, lengths: list[int]) -> list[list[int]]:
     return [torch.randint(0, min(vocab_size, 150_000), (n,), generator=generator).tolist() for n in lengths]
 
 
-def engine_outputs(args: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> dict:
+def engine_outputs(args: argparse.Namespace, folder: Path) -> dict:
     """Greedy tokens, their log-probabilities and the speed of this engine."""
+    has_tokenizer = (folder / "tokenizer.json").exists()
     start = time.perf_counter()
-    llm = LLM(folder, dtype=args.dtype, device=args.device, max_model_len=4096, skip_tokenizer_init=True)
+    llm = LLM(folder, dtype=args.dtype, device=args.device, max_model_len=4096, skip_tokenizer_init=not has_tokenizer)
     ready_s = time.perf_counter() - start
+    prompts: list = prompts_for(llm._core.model_config.vocab_size, args.lengths)
+    prompts += TEXTS if has_tokenizer else []
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True, logprobs=5)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     result = {
         "ready_s": ready_s,
+        "prompts": [out.prompt_token_ids for out in outputs],
         "tokens": [out.outputs[0].token_ids for out in outputs],
         "logprobs": [list(out.outputs[0].logprobs) for out in outputs],
         "speed": [],
@@ -104,15 +112,13 @@ def engine_outputs(args: argparse.Namespace, folder: Path, prompts: list[list[in
 
 
 @torch.no_grad()
-def reference_comparison(
-    args: argparse.Namespace, folder: Path, prompts: list[list[int]], ours: dict
-) -> tuple[dict, list]:
+def reference_comparison(args: argparse.Namespace, folder: Path, ours: dict) -> tuple[dict, list]:
     """Scores our outputs with Transformers, and times its own generate on the same batches."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).to(args.device)
     model.eval()
     num_equal = num_flips = num_wrong = 0
     errors, gaps = [], []
-    for prompt, tokens, rows in zip(prompts, ours["tokens"], ours["logprobs"]):
+    for prompt, tokens, rows in zip(ours["prompts"], ours["tokens"], ours["logprobs"]):
         ids = torch.tensor([[*prompt, *tokens[:-1]]], device=args.device)
         logits = model(ids).logits[0, len(prompt) - 1 :].float()
         logprobs = logits.log_softmax(dim=-1)
@@ -184,11 +190,8 @@ def main() -> int:
         if folder is None:
             folder = Path(temporary)
             write_random_checkpoint(args.config_folder, folder, getattr(torch, args.dtype), torch.device(args.device))
-        config = ModelConfig.from_folder(folder)
-        prompts = prompts_for(config.vocab_size, args.lengths)
-        ours = engine_outputs(args, folder, prompts)
-        gc.collect()
-        figures, reference_speed = reference_comparison(args, folder, prompts, ours)
+        ours = engine_outputs(args, folder)
+        figures, reference_speed = reference_comparison(args, folder, ours)
     name = (args.config_folder or args.model).name
     print(f"{name} {args.dtype} on {args.device}: ready in {ours['ready_s']:.1f} s")
     print("  " + ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))

@@ -89,7 +89,7 @@ def greedy_tokens(
 
     Equal to `continuation` if and only if `continuation` is what Transformers itself would generate.
     """
-    ids = torch.tensor([[*prompt, *continuation[:-1]]])
+    ids = torch.tensor([[*prompt, *continuation[:-1]]], device=model.device)
     return model(ids).logits[0, len(prompt) - 1 :].argmax(dim=-1).tolist()
 
 

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from qwen_engine import cli
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -20,10 +23,21 @@ def run(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, env=ENV, input=stdin, timeout=120, check=False)
 
 
-def assert_one_line_error(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
+@pytest.fixture
+def assert_one_line_error(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Runs the command line in this process and checks that it refuses its arguments well."""
+
+    def check(args: list[str], *words: str) -> None:
+        assert cli.main(args) == 2
+        stdout, stderr = capsys.readouterr()
+        assert stdout == ""
+        _assert_error_line(stderr, *words)
+
+    return check
+
+
+def _assert_error_line(stderr: str, *words: str) -> None:
+    (line,) = stderr.strip().splitlines()
     assert line.startswith("error: ")
     for word in words:
         assert word in line
@@ -76,24 +90,30 @@ def test_chat_reads_lines_and_answers_each():
         (["--tensor-parallel-size", "2"], ["tensor_parallel_size"]),
     ],
 )
-def test_bad_input_gives_one_line_and_exit_code_2(args, words):
-    assert_one_line_error(run(*args), *words)
+def test_bad_input_gives_one_line_and_exit_code_2(args, words, assert_one_line_error):
+    assert_one_line_error(args, *words)
 
 
-def test_bad_model_folders_give_one_line(tmp_path: Path):
-    assert_one_line_error(run("--model", str(tmp_path)), "config.json")
+def test_a_bad_argument_gives_one_line_from_a_real_process_too():
+    result = run("--device", "tpu")
+    assert result.returncode == 2
+    _assert_error_line(result.stderr, "device", "tpu")
+
+
+def test_bad_model_folders_give_one_line(tmp_path: Path, assert_one_line_error):
+    assert_one_line_error(["--model", str(tmp_path)], "config.json")
     (tmp_path / "config.json").write_text("{not json")
-    assert_one_line_error(run("--model", str(tmp_path)), "config.json")
+    assert_one_line_error(["--model", str(tmp_path)], "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    assert_one_line_error(run("--model", str(tmp_path)), "LlamaForCausalLM", "Qwen3")
+    assert_one_line_error(["--model", str(tmp_path)], "LlamaForCausalLM", "Qwen3")
 
 
-def test_a_folder_without_tokenizer_says_so(tiny_model: Path):
-    assert_one_line_error(run("--model", str(tiny_model)), "tokenizer")
+def test_a_folder_without_tokenizer_says_so(tiny_model: Path, assert_one_line_error):
+    assert_one_line_error(["--model", str(tiny_model)], "tokenizer")
 
 
-def test_a_repository_that_cannot_be_reached_says_so():
-    assert_one_line_error(run("--model", "Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B")
+def test_a_repository_that_cannot_be_reached_says_so(assert_one_line_error):
+    assert_one_line_error(["--model", "Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B")
 
 
 def test_an_unknown_flag_is_refused():
