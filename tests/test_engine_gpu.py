@@ -125,7 +125,7 @@ def test_the_gpu_is_free_again_after_close_and_after_garbage_collection(make_tin
     before = torch.cuda.memory_allocated()
     llm = engine(folder)
     tokens_of(llm, [[1, 2, 3]], params)
-    assert torch.cuda.memory_allocated() > before + (60 << 20)
+    assert torch.cuda.memory_allocated() >= before + llm._core._runner.kv_cache.nbytes
     del llm
     assert torch.cuda.memory_allocated() <= before
     with engine(folder) as llm:
