@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype
+from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, needs_wide_offsets
 
 
 @triton.jit
@@ -37,11 +37,12 @@ def _attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Online softmax over the keys [start, end); without MASKED every query sees every one of them."""
     for first in range(start, end, BLOCK_N):
         tokens = first + tl.arange(0, BLOCK_N)
-        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASKED)
+        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASKED, WIDE)
         if MASKED:
             live = (tokens < end)[:, None]
             k = tl.load(k_head + rows, mask=live, other=0.0)
@@ -89,6 +90,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -151,6 +153,7 @@ def _prefill_kernel(
         BLOCK_N,
         False,
         DOT_DTYPE,
+        WIDE,
     )
     acc, total, peak = _attend(
         acc,
@@ -170,6 +173,7 @@ def _prefill_kernel(
         BLOCK_N,
         True,
         DOT_DTYPE,
+        WIDE,
     )
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored[:, None])
 
@@ -229,6 +233,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         MAX_ROWS=max(64, triton.next_power_of_2(rows)),
         DOT_DTYPE=dot_dtype(q.dtype),
+        WIDE=needs_wide_offsets(k_cache),
         **shape,
     )
     return out
