@@ -28,6 +28,12 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """The most shared memory a program may have on a CUDA device; 0 for the CPU of the interpreter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
 def needs_wide_offsets(cache: torch.Tensor) -> bool:
     """Whether element offsets into the cache can pass 2^31."""
     return cache.numel() >= 2**31

@@ -126,11 +126,10 @@ def _combine_kernel(
     dims = tl.arange(0, HEAD_DIM)
     partial = (row * tl.num_programs(0) + head) * num_splits + splits
     lse = tl.load(partial_lse + partial, mask=splits < num_splits, other=float("-inf"))
-    used = lse > float("-inf")
-    peak = tl.max(lse, 0)
-    weights = tl.where(used, tl.exp2(lse - peak), 0.0)
-    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-    # No split used: the row is padding, the sums are 0 and so is the result.
+    # An unused split left -inf and no mean; in a padding row all are unused, the sums are 0 and so is the result.
+    weights = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
+    used = (lse > float("-inf"))[:, None]
+    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used, other=0.0)
     total = tl.sum(weights, 0)
     result = tl.sum(means * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * out_stride_row + head * out_stride_head + dims, result.to(out.dtype.element_ty))

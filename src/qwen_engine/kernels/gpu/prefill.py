@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, needs_wide_offsets
+from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, needs_wide_offsets, shared_memory_bytes
+
+_DEEP_PIPELINE_BYTES = 120 * 1024
 
 
 @triton.jit
@@ -178,15 +180,15 @@ def _prefill_kernel(
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored[:, None])
 
 
-def launch_shape(head_dim: int, element_size: int, dot_rows: int) -> dict[str, int]:
-    """Tile and launch parameters. dot_rows: query rows of the longest row of the batch times the group."""
+def launch_shape(head_dim: int, dot_rows: int, *, element_size: int, shared_memory_bytes: int) -> dict[str, int]:
+    """Tile and launch parameters. dot_rows: query tokens of the longest row of the batch times the group."""
     if element_size == 4:  # fp32 dots run on the plain cores, with operands in registers
         return {"BLOCK_M": 32 if head_dim <= 128 else 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
     if head_dim > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    if dot_rows <= 64:
-        return {"BLOCK_M": 64 if dot_rows > 16 else 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+    # Two programs of 113 KB just share a Hopper multiprocessor, one in its softmax while the other is in its dots.
+    num_stages = 5 if shared_memory_bytes >= _DEEP_PIPELINE_BYTES else 3
+    return {"BLOCK_M": 64 if dot_rows > 16 else 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": num_stages}
 
 
 def prefill_attention(
@@ -207,7 +209,12 @@ def prefill_attention(
     rows = slots.shape[0]
     group = num_heads // num_kv_heads
     out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    shape = launch_shape(head_dim, q.element_size(), max_query_len * group)
+    shape = launch_shape(
+        head_dim,
+        max_query_len * group,
+        element_size=q.element_size(),
+        shared_memory_bytes=shared_memory_bytes(q.device),
+    )
     shape["BLOCK_M"] = max(shape["BLOCK_M"], triton.next_power_of_2(group))
     tiles = tokens // (shape["BLOCK_M"] // group) + rows
     _prefill_kernel[(num_kv_heads, tiles)](

@@ -12,7 +12,7 @@ from qwen_engine.kernels.reference import GREEDY_TEMPERATURE
 
 _LOGPROB_CHUNK = 4096
 _ARGMAX_CHUNK = 1024
-_NO_TOKEN = tl.constexpr(2**62)  # loses every comparison for the lowest id
+_NO_TOKEN = tl.constexpr(2**31 - 1)  # loses every comparison for the lowest id
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _argmax_chunk_kernel(
     if (heat > GREEDY_TEMPERATURE) & (tl.max(scores, 0) > float("-inf")):
         bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), first_id, CHUNK)
         scores = scores * tl.div_rn(1.0, heat) + gumbel(bits)
-    peak, winner = _best(scores, tl.where(inside, ids, -1).to(tl.int64))
+    peak, winner = _best(scores, tl.where(inside, ids, -1))
     tl.store(best_score + row * tl.num_programs(1) + chunk, peak)
     tl.store(best_id + row * tl.num_programs(1) + chunk, winner)
 
@@ -82,7 +82,7 @@ def _argmax_merge_kernel(best_score, best_id, out, chunks, CHUNKS: tl.constexpr)
     scores = tl.load(best_score + row * chunks + chunk, mask=inside, other=float("-inf"))
     ids = tl.load(best_id + row * chunks + chunk, mask=inside, other=-1)
     _, winner = _best(scores, ids)
-    tl.store(out + row, winner)
+    tl.store(out + row, winner.to(tl.int64))
 
 
 def gumbel_argmax(
@@ -91,7 +91,7 @@ def gumbel_argmax(
     rows, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size + vocab_start % 4, _ARGMAX_CHUNK)
     best_score = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
+    best_id = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _argmax_chunk_kernel[(rows, chunks)](
         logits,
