@@ -7,9 +7,9 @@ Both modes run every kernel in bf16 on the shapes of served models and print its
 against the torch reference fed with fp32, or the share of other tokens for the sampler. The exit status is 1 if one is
 larger than bf16 explains. (tests/kernels holds reference and kernels against fp64 on a wider grid.)
 
-`benchmark` adds times: medians of CUDA-graph replays; a graph calls the kernel on enough different
-buffers to sweep well past the 60 MB L2. Rates are shown against two ceilings measured first: the read bandwidth
-of a 4 GiB sum and cuBLAS on 8192 x 8192 x 8192 in bf16.
+`benchmark` adds times: medians of CUDA-graph replays; a graph calls the kernel on enough different buffers to sweep
+well past the 60 MB L2. Rates are shown against two ceilings measured first: the read bandwidth of a 4 GiB sum and
+cuBLAS on 8192 x 8192 x 8192 in bf16.
 """
 
 import argparse
