@@ -409,20 +409,20 @@ def check_greedy_ties_and_masks(impl: ModuleType, device: str) -> None:
 def check_noise_ignores_the_batch(impl: ModuleType, device: str) -> None:
     """smp-04: a seeded row draws the same token alone, in another row and beside others, whole or from its shard."""
     rng = generator(device, 4)
-    logits = normal(rng, 1, 6000, dtype=torch.float32)
-    others = normal(rng, 3, 6000, dtype=torch.float32)
+    logits = normal(rng, 1, 1500, dtype=torch.float32)
+    others = normal(rng, 3, 1500, dtype=torch.float32)
     seeds = torch.tensor([5, -1, 7, 99], device=device)
     positions = torch.tensor([0, 3, 2**33, 17], device=device)
     heat = torch.ones(4, device=device)
     alone = impl.gumbel_argmax(logits, heat[:1], seeds[3:], positions[3:])
     together = impl.gumbel_argmax(torch.cat((others, logits)), heat, seeds, positions)
     assert int(together[3]) == int(alone)
-    shards = [impl.gumbel_argmax(logits[:, :2999], heat[:1], seeds[3:], positions[3:])]
-    shards.append(impl.gumbel_argmax(logits[:, 2999:], heat[:1], seeds[3:], positions[3:], 2999))
+    shards = [impl.gumbel_argmax(logits[:, :701], heat[:1], seeds[3:], positions[3:])]
+    shards.append(impl.gumbel_argmax(logits[:, 701:], heat[:1], seeds[3:], positions[3:], 701))
     assert int(alone) in [int(shard) for shard in shards]
-    many = [column.repeat(64) for column in (heat[:1], seeds[3:])]
-    elsewhere = impl.gumbel_argmax(logits.expand(64, -1), *many, torch.arange(64, device=device))
-    assert len(set(elsewhere.tolist())) > 32
+    many = [column.repeat(16) for column in (heat[:1], seeds[3:])]
+    elsewhere = impl.gumbel_argmax(logits.expand(16, -1), *many, torch.arange(16, device=device))
+    assert len(set(elsewhere.tolist())) > 8
 
 
 def check_token_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:

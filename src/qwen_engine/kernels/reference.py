@@ -186,7 +186,7 @@ def gumbel_argmax(
     sampled = temperature > GREEDY_TEMPERATURE
     if sampled.any():
         noise = gumbel_noise(seeds[sampled], positions[sampled], vocab_start, logits.shape[1])
-        scores[sampled] = scores[sampled] / temperature[sampled, None] + noise
+        scores[sampled] = scores[sampled] * temperature[sampled, None].reciprocal() + noise
     return scores.argmax(dim=1) + vocab_start  # the first of several maxima
 
 

@@ -28,6 +28,17 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """The most shared memory a program may have on a CUDA device; 0 for the CPU of the interpreter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
+def needs_wide_offsets(cache: torch.Tensor) -> bool:
+    """Whether element offsets into the cache can pass 2^31."""
+    return cache.numel() >= 2**31
+
+
 @triton.jit
 def cache_rows(
     table,
@@ -38,22 +49,27 @@ def cache_rows(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Offsets [BLOCK_N, 1] of the tokens first, first + 1, ... in one head of the cache; int64.
+    """Offsets [BLOCK_N, 1] of the tokens first, first + 1, ... in one head of the cache.
 
-    `table` is the slot's row of the block table and `first` a multiple of BLOCK_N. With MASKED, table entries past
-    the token end - 1 are not read.
+    `table` is the slot's row of the block table and `first` a multiple of BLOCK_N. With MASKED, tokens from `end` on
+    get offsets of valid memory and no table entry past the token end - 1 is read. WIDE: offsets are int64.
     """
     lane = tl.arange(0, BLOCK_N)
-    # What does not depend on `first` is written apart from it, so that it stays out of the loop.
     if BLOCK_SIZE >= BLOCK_N:
-        block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+        block = tl.load(table + first // BLOCK_SIZE)
         row = first % BLOCK_SIZE + lane
     else:
-        entry = table + first // BLOCK_SIZE + lane // BLOCK_SIZE
-        if MASKED:
-            block = tl.load(entry, mask=first + lane < end, other=0).to(tl.int64)
-        else:
-            block = tl.load(entry).to(tl.int64)
+        # A scalar load per page instead of one per token: which page a register's token lies in is known at compile
+        # time, so the selections cost nothing, and neither the loads nor their addresses take up vector registers.
+        block = tl.zeros([BLOCK_N], tl.int32)
+        for page in tl.static_range(BLOCK_N // BLOCK_SIZE):
+            entry = first // BLOCK_SIZE + page
+            if MASKED:
+                entry = tl.minimum(entry, (end - 1) // BLOCK_SIZE)
+            block = tl.where(lane // BLOCK_SIZE == page, tl.load(table + entry), block)
         row = lane % BLOCK_SIZE
+    if WIDE:
+        block = block.to(tl.int64)
     return (block * stride_block + row * HEAD_DIM)[:, None]

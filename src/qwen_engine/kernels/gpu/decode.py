@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, num_sms
+from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, needs_wide_offsets, num_sms
 
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 # Many small programs keep more loads in flight than few large ones and even out rows of different lengths: one warp
@@ -49,6 +49,7 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -89,7 +90,7 @@ def _split_kernel(
     for first in range(start, end, BLOCK_N):
         tokens = first + tl.arange(0, BLOCK_N)
         live = tokens < end
-        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True)
+        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, WIDE)
         k = tl.load(k_head + rows, mask=live[:, None], other=0.0)
         v = tl.load(v_head + rows, mask=live[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
@@ -125,11 +126,10 @@ def _combine_kernel(
     dims = tl.arange(0, HEAD_DIM)
     partial = (row * tl.num_programs(0) + head) * num_splits + splits
     lse = tl.load(partial_lse + partial, mask=splits < num_splits, other=float("-inf"))
-    used = lse > float("-inf")
-    peak = tl.max(lse, 0)
-    weights = tl.where(used, tl.exp2(lse - peak), 0.0)
-    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-    # No split used: the row is padding, the sums are 0 and so is the result.
+    # An unused split left -inf and no mean; in a padding row all are unused, the sums are 0 and so is the result.
+    weights = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
+    used = (lse > float("-inf"))[:, None]
+    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used, other=0.0)
     total = tl.sum(weights, 0)
     result = tl.sum(means * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * out_stride_row + head * out_stride_head + dims, result.to(out.dtype.element_ty))
@@ -192,6 +192,7 @@ def decode_attention(
         BLOCK_N=block_n,
         ONE_SPLIT=num_splits == 1,
         DOT_DTYPE=dot_dtype(q.dtype),
+        WIDE=needs_wide_offsets(k_cache),
         num_warps=max(1, row_bytes // 256),
         num_stages=6,
     )

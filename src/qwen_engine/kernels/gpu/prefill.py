@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype
+from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, needs_wide_offsets, shared_memory_bytes
+
+_DEEP_PIPELINE_BYTES = 120 * 1024
 
 
 @triton.jit
@@ -37,11 +39,12 @@ def _attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Online softmax over the keys [start, end); without MASKED every query sees every one of them."""
     for first in range(start, end, BLOCK_N):
         tokens = first + tl.arange(0, BLOCK_N)
-        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASKED)
+        rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASKED, WIDE)
         if MASKED:
             live = (tokens < end)[:, None]
             k = tl.load(k_head + rows, mask=live, other=0.0)
@@ -89,6 +92,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -151,6 +155,7 @@ def _prefill_kernel(
         BLOCK_N,
         False,
         DOT_DTYPE,
+        WIDE,
     )
     acc, total, peak = _attend(
         acc,
@@ -170,19 +175,20 @@ def _prefill_kernel(
         BLOCK_N,
         True,
         DOT_DTYPE,
+        WIDE,
     )
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored[:, None])
 
 
-def launch_shape(head_dim: int, element_size: int, dot_rows: int) -> dict[str, int]:
-    """Tile and launch parameters. dot_rows: query rows of the longest row of the batch times the group."""
+def launch_shape(head_dim: int, dot_rows: int, *, element_size: int, shared_memory_bytes: int) -> dict[str, int]:
+    """Tile and launch parameters. dot_rows: query tokens of the longest row of the batch times the group."""
     if element_size == 4:  # fp32 dots run on the plain cores, with operands in registers
         return {"BLOCK_M": 32 if head_dim <= 128 else 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
     if head_dim > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    if dot_rows <= 64:
-        return {"BLOCK_M": 64 if dot_rows > 16 else 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+    # Two programs of 113 KB just share a Hopper multiprocessor, one in its softmax while the other is in its dots.
+    num_stages = 5 if shared_memory_bytes >= _DEEP_PIPELINE_BYTES else 3
+    return {"BLOCK_M": 64 if dot_rows > 16 else 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": num_stages}
 
 
 def prefill_attention(
@@ -203,7 +209,12 @@ def prefill_attention(
     rows = slots.shape[0]
     group = num_heads // num_kv_heads
     out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    shape = launch_shape(head_dim, q.element_size(), max_query_len * group)
+    shape = launch_shape(
+        head_dim,
+        max_query_len * group,
+        element_size=q.element_size(),
+        shared_memory_bytes=shared_memory_bytes(q.device),
+    )
     shape["BLOCK_M"] = max(shape["BLOCK_M"], triton.next_power_of_2(group))
     tiles = tokens // (shape["BLOCK_M"] // group) + rows
     _prefill_kernel[(num_kv_heads, tiles)](
@@ -229,6 +240,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         MAX_ROWS=max(64, triton.next_power_of_2(rows)),
         DOT_DTYPE=dot_dtype(q.dtype),
+        WIDE=needs_wide_offsets(k_cache),
         **shape,
     )
     return out

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from qwen_engine.kernels.reference import GREEDY_TEMPERATURE
 
-_CHUNK = 4096
-_NO_TOKEN = tl.constexpr(2**62)  # loses every comparison for the lowest id
+_LOGPROB_CHUNK = 4096
+_ARGMAX_CHUNK = 1024
+_NO_TOKEN = tl.constexpr(2**31 - 1)  # loses every comparison for the lowest id
 
 
 @triton.jit
@@ -64,10 +65,11 @@ def _argmax_chunk_kernel(
     scores = tl.load(logits + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
     heat = tl.load(temperature + row)
-    if heat > GREEDY_TEMPERATURE:
+    # Top-k and top-p leave most chunks with nothing but -inf, and those need no noise.
+    if (heat > GREEDY_TEMPERATURE) & (tl.max(scores, 0) > float("-inf")):
         bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), first_id, CHUNK)
-        scores = tl.div_rn(scores, tl.zeros_like(scores) + heat) + gumbel(bits)
-    peak, winner = _best(scores, tl.where(inside, ids, -1).to(tl.int64))
+        scores = scores * tl.div_rn(1.0, heat) + gumbel(bits)
+    peak, winner = _best(scores, tl.where(inside, ids, -1))
     tl.store(best_score + row * tl.num_programs(1) + chunk, peak)
     tl.store(best_id + row * tl.num_programs(1) + chunk, winner)
 
@@ -80,16 +82,16 @@ def _argmax_merge_kernel(best_score, best_id, out, chunks, CHUNKS: tl.constexpr)
     scores = tl.load(best_score + row * chunks + chunk, mask=inside, other=float("-inf"))
     ids = tl.load(best_id + row * chunks + chunk, mask=inside, other=-1)
     _, winner = _best(scores, ids)
-    tl.store(out + row, winner)
+    tl.store(out + row, winner.to(tl.int64))
 
 
 def gumbel_argmax(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int = 0
 ) -> torch.Tensor:
     rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size + vocab_start % 4, _CHUNK)
+    chunks = triton.cdiv(vocab_size + vocab_start % 4, _ARGMAX_CHUNK)
     best_score = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
+    best_id = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _argmax_chunk_kernel[(rows, chunks)](
         logits,
@@ -102,8 +104,8 @@ def gumbel_argmax(
         vocab_size,
         vocab_start,
         GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
-        CHUNK=_CHUNK,
-        num_warps=8,
+        CHUNK=_ARGMAX_CHUNK,
+        num_warps=4,
     )
     _argmax_merge_kernel[(rows,)](best_score, best_id, out, chunks, CHUNKS=triton.next_power_of_2(chunks))
     return out
@@ -146,14 +148,14 @@ def _logprob_merge_kernel(
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, _CHUNK)
+    chunks = triton.cdiv(vocab_size, _LOGPROB_CHUNK)
     peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     totals = torch.empty_like(peaks)
     ranks = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _logprob_chunk_kernel[(rows, chunks)](
-        logits, token_ids, peaks, totals, ranks, logits.stride(0), vocab_size, CHUNK=_CHUNK, num_warps=8
+        logits, token_ids, peaks, totals, ranks, logits.stride(0), vocab_size, CHUNK=_LOGPROB_CHUNK, num_warps=8
     )
     _logprob_merge_kernel[(rows,)](
         logits,
