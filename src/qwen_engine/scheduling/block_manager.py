@@ -31,7 +31,8 @@ def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size
     first, last = len(keys), len(token_ids) // block_size
     if first >= last:
         return
-    digest = sha256(keys[-1] if keys else (salt or "").encode()).digest()
+    # "surrogatepass": JSON can carry a lone surrogate, and every salt must be one.
+    digest = sha256(keys[-1] if keys else (salt or "").encode(errors="surrogatepass")).digest()
     tokens = array("i", token_ids[first * block_size : last * block_size]).tobytes()
     stride = 4 * block_size
     for start in range(0, len(tokens), stride):
@@ -136,5 +137,6 @@ class BlockManager:
         assert len(blank) + len(cached) + len(mentions) == self.num_blocks, "blocks were lost"
         assert not blank & set(self._key_of), "a blank block has a key"
         assert cached <= set(self._key_of), "a cached block has no key"
-        assert {block: key for key, block in self._block_of.items()} == self._key_of, "index and keys disagree"
+        indexed = {(block_id, key) for key, block_id in self._block_of.items()}
+        assert indexed == set(self._key_of.items()), "index and keys disagree"
         assert all(len(key) == 32 + 4 * self.block_size for key in self._block_of), "a key of a partial block"

@@ -17,14 +17,13 @@ The engine core is the only caller.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qwen_engine.errors import RequestError
-from qwen_engine.request import Request, RequestStatus
+from qwen_engine.request import Request, RequestStatus, shown
 from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
@@ -102,16 +101,13 @@ class Scheduler:
                 f"prompt has {num_prompt} tokens; max_model_len is {max_len} and must hold an output token too",
                 param="prompt",
             )
-        try:
-            ids = array("i", request.token_ids)
-        except (TypeError, OverflowError):
-            raise RequestError("prompt token ids must be 32-bit integers", param="prompt") from None
-        low, high = min(ids), max(ids)
+        if {*map(type, request.token_ids)} != {int}:
+            bad = next(token_id for token_id in request.token_ids if type(token_id) is not int)
+            raise RequestError(f"prompt holds {shown(bad)}; every entry must be a token id", param="prompt")
+        low, high = min(request.token_ids), max(request.token_ids)
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             raise RequestError(f"prompt holds token id {bad}; ids are 0 to {self.vocab_size - 1}", param="prompt")
-        if request.cache_salt is not None and (not isinstance(request.cache_salt, str) or not request.cache_salt):
-            raise RequestError("cache_salt must be a non-empty string", param="cache_salt")
         pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
         max_tokens = request.params.max_tokens
         # The last token of a request is never computed, so it takes no KV.
