@@ -368,9 +368,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
         except (TypeError, ValueError):
             raise RequestError(f"logit_bias holds key {shown(key)}; keys are token ids", param="logit_bias") from None
         if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
-            raise RequestError(
-                f"logit_bias of id {token_id} is {shown(bias)}; it must be a number", param="logit_bias"
-            )
+            raise RequestError(f"logit_bias of id {token_id} is {shown(bias)}; it must be a number", param="logit_bias")
         biases[token_id] = max(-100.0, min(100.0, float(bias)))
     return biases
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from qwen_engine.request import Request, SamplingParams
-from qwen_engine.scheduling.block_manager import BlockManager
+from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
 from qwen_engine.scheduling.scheduler import Scheduler
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
@@ -286,6 +286,21 @@ class Driver:
         assert manager.num_free_blocks == manager.num_blocks, "blocks were lost"
         assert sorted(scheduler._free_slots) == list(range(self.max_num_seqs)), "slots were lost"
         scheduler.check()
+        self.check_index()
+
+    def check_index(self) -> None:
+        """Every entry of the prefix index leads to the KV of exactly the text that its key stands for."""
+        size = self.block_manager.block_size
+        kv_of_key: dict[bytes, list[int]] = {}
+        for request in self.requests:
+            chain: list[int] = []
+            extend_chain(chain, request.token_ids, request.seed)
+            keys: list[bytes] = []
+            extend_block_keys(keys, request.token_ids, size, request.cache_salt)
+            for index, key in enumerate(keys):
+                kv_of_key[key] = chain[index * size : (index + 1) * size]
+        for key, block_id in self.block_manager._block_of.items():
+            assert self.device.kv[block_id] == kv_of_key[key], f"the index is wrong about block {block_id}"
 
     def check_outputs(self) -> None:
         """Every request returned what it returns alone; an aborted one, a beginning of that."""

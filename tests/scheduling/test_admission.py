@@ -67,7 +67,9 @@ def test_ids_outside_the_vocabulary_are_refused(token_id, position):
     assert_refused(driver_with_work(), rf"{token_id}.* 0 to {VOCAB_SIZE - 1}", "prompt", prompt=prompt)
 
 
-@pytest.mark.parametrize("token_id", [True, False, 1.0, float("nan"), "1", None, [1], "x" * 10_000], ids=lambda v: repr(v)[:9])
+@pytest.mark.parametrize(
+    "token_id", [True, False, 1.0, float("nan"), "1", None, [1], "x" * 10_000], ids=lambda v: repr(v)[:9]
+)
 def test_ids_that_are_not_integers_are_refused(token_id):
     shown = re.escape(repr(token_id)[:20])
     assert_refused(driver_with_work(), f"holds {shown}.*token id", "prompt", prompt=[1, token_id, 3])

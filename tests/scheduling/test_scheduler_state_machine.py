@@ -15,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from qwen_engine.errors import RequestError
 
+pytestmark = pytest.mark.timeout(120)
+
 SALTS = [None, None, "a", "b"]
 CONTEXTS = [[1] * 12, [1] * 12 + [2] * 9, [3, 4, 5] * 6]
 """Prompts begin with one of these, so that prefixes are shared, over whole blocks and parts of them."""
@@ -130,6 +132,25 @@ def soak(driver: Driver, rng: random.Random, num_steps: int) -> None:
             driver.block_manager.reset_prefix_cache()
         driver.depth = rng.choice([1, 2, 2, 3])
         driver.step()
+    driver.run()
+    driver.check_outputs()
+
+
+def test_a_late_result_publishes_nothing_for_a_request_that_was_preempted_and_is_back():
+    """Its new blocks are still empty when the result of its old chunk arrives, and a twin would hit them."""
+    driver = Driver(num_blocks=18, block_size=1, max_num_seqs=2, max_num_batched_tokens=5)
+    driver.add("older", [1] * 4, max_tokens=10)
+    driver.step()
+    younger = driver.add("younger", [2] * 12, max_tokens=1)
+    for num_computed in (4, 8, 0):  # two chunks, then the older one takes its blocks
+        driver.launch()
+        assert younger.num_computed_tokens == num_computed
+    driver.abort("older")
+    driver.launch()
+    assert younger.num_computed_tokens == 5
+    while driver.launched:
+        driver.settle()
+        driver.check_index()
     driver.run()
     driver.check_outputs()
 
