@@ -229,6 +229,8 @@ class Driver:
         if plan is None:
             return None
         assert all(r.slot in plan.slots or not r.block_ids for r in decoding), "a decoding request was stalled"
+        if scheduler.policy == "fcfs" and scheduler.running and scheduler.waiting:
+            assert scheduler.running[-1].arrival < scheduler.waiting[-1].arrival, "a request was overtaken"
         self.launched.append((plan, self.device.execute(plan)))
         self.num_steps += 1
         return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections import OrderedDict
 
@@ -181,6 +182,21 @@ def test_any_string_is_a_salt():
     """JSON may carry a lone surrogate, which UTF-8 does not encode."""
     salts = ["\ud800", "\udfff", "é", "a\x00", "a"]
     assert len({keys_of(range(SIZE), salt)[0] for salt in salts}) == len(salts)
+
+
+def test_a_salt_that_spells_a_key_does_not_continue_its_chain(monkeypatch):
+    class Readable:
+        """SHA-256 whose digests are text, as a patient attacker could find them."""
+
+        def __init__(self, data):
+            self.data = data
+
+        def digest(self):
+            return hashlib.sha256(self.data).hexdigest()[:32].encode()
+
+    monkeypatch.setattr(block_manager_module, "sha256", Readable)
+    first, second = keys_of([1] * SIZE + [2] * SIZE)
+    assert keys_of([2] * SIZE, first.decode()) != [second]
 
 
 def test_publishing_twice_keeps_the_first_block_and_the_second_goes_blank():

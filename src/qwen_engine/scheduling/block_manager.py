@@ -20,7 +20,7 @@ from hashlib import sha256
 from qwen_engine.errors import QwenEngineError
 
 BlockKey = bytes
-"""SHA-256 of salt and every token before the block, then the block's own token ids as int32.
+"""SHA-256 of the key of the block before (of the salt's SHA-256 for the first), then the block's own ids as int32.
 
 The index compares whole keys, so the tokens of a block are compared on every hit.
 """
@@ -31,8 +31,8 @@ def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size
     first, last = len(keys), len(token_ids) // block_size
     if first >= last:
         return
-    # "surrogatepass": JSON can carry a lone surrogate, and every salt must be one.
-    parent = keys[-1] if keys else (salt or "").encode(errors="surrogatepass")
+    # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt can pass for a block.
+    parent = keys[-1] if keys else sha256((salt or "").encode(errors="surrogatepass")).digest()
     tokens = array("i", token_ids[first * block_size : last * block_size]).tobytes()
     stride = 4 * block_size
     for start in range(0, len(tokens), stride):
