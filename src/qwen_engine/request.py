@@ -202,6 +202,12 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         bad_word_ids: Sequence[Sequence[int]] = (),
     ) -> None:
+        if isinstance(prompt_token_ids, str | bytes) or not isinstance(prompt_token_ids, Sequence):
+            kind = type(prompt_token_ids).__name__
+            raise RequestError(f"prompt is {kind}; it must be a list of token ids", param="prompt")
+        _check_integer("priority", priority, INT64_MIN, INT64_MAX)
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt is {shown(cache_salt)}; it must be a non-empty string", param="cache_salt")
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
         self.params = params
@@ -314,7 +320,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {_shown(value)}; it must be an integer", param=name)
+        raise RequestError(f"{name} is {shown(value)}; it must be an integer", param=name)
     if not low <= value <= high:
         limit = f"at least {low}" if value < low else f"at most {high}"
         raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
@@ -329,7 +335,7 @@ def _strings(name: str, value: Any, max_count: int, max_chars: int) -> tuple[str
         raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
     for text in value:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} holds {_shown(text)}; every entry must be a non-empty string", param=name)
+            raise RequestError(f"{name} holds {shown(text)}; every entry must be a non-empty string", param=name)
         if len(text) > max_chars:
             raise RequestError(f"{name} holds a string of {len(text)} characters; at most {max_chars}", param=name)
     return tuple(value)
@@ -342,7 +348,7 @@ def _token_ids(name: str, value: Any, max_count: int) -> tuple[int, ...]:
         raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
     for token_id in value:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise RequestError(f"{name} holds {_shown(token_id)}; every entry must be a token id", param=name)
+            raise RequestError(f"{name} holds {shown(token_id)}; every entry must be a token id", param=name)
     return tuple(value)
 
 
@@ -360,16 +366,14 @@ def _logit_bias(value: Any) -> dict[int, float]:
         try:
             token_id = int(key)
         except (TypeError, ValueError):
-            raise RequestError(f"logit_bias holds key {_shown(key)}; keys are token ids", param="logit_bias") from None
+            raise RequestError(f"logit_bias holds key {shown(key)}; keys are token ids", param="logit_bias") from None
         if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
-            raise RequestError(
-                f"logit_bias of id {token_id} is {_shown(bias)}; it must be a number", param="logit_bias"
-            )
+            raise RequestError(f"logit_bias of id {token_id} is {shown(bias)}; it must be a number", param="logit_bias")
         biases[token_id] = max(-100.0, min(100.0, float(bias)))
     return biases
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value as an error message shows it: never longer than a line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

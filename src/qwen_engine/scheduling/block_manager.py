@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 
 from qwen_engine.errors import QwenEngineError
 
 BlockKey = bytes
-"""SHA-256 of salt and every token before the block, then the block's own token ids as int32.
+"""SHA-256 of the key of the block before (of the salt's SHA-256 for the first), then the block's own ids as int32.
 
 The index compares whole keys, so the tokens of a block are compared on every hit.
 """
@@ -31,13 +31,13 @@ def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size
     first, last = len(keys), len(token_ids) // block_size
     if first >= last:
         return
-    digest = sha256(keys[-1] if keys else (salt or "").encode()).digest()
+    # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt can pass for a block.
+    parent = keys[-1] if keys else sha256((salt or "").encode(errors="surrogatepass")).digest()
     tokens = array("i", token_ids[first * block_size : last * block_size]).tobytes()
     stride = 4 * block_size
     for start in range(0, len(tokens), stride):
-        key = digest + tokens[start : start + stride]
-        keys.append(key)
-        digest = sha256(key).digest()
+        parent = sha256(parent).digest() + tokens[start : start + stride]
+        keys.append(parent)
 
 
 class BlockManager:
@@ -76,14 +76,15 @@ class BlockManager:
     def num_unreferenced(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks `acquire` would take out of the free ones."""
         ref_counts = self._ref_counts
-        return sum(1 for block_id in block_ids if ref_counts[block_id] == 0)
+        return [ref_counts[block_id] for block_id in block_ids].count(0)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Adds one reference to each of these indexed blocks."""
+        ref_counts, cached = self._ref_counts, self._cached
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
-                del self._cached[block_id]
-            self._ref_counts[block_id] += 1
+            if ref_counts[block_id] == 0:
+                del cached[block_id]
+            ref_counts[block_id] += 1
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hands out blocks with one reference each; evicts the least recently used cached ones."""
@@ -124,8 +125,11 @@ class BlockManager:
         self._block_of.clear()
         self._key_of.clear()
 
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Verifies every invariant against the block tables in use; raises AssertionError. For tests and debugging."""
+    def check(self, tables: Sequence[Sequence[int]], keys: Sequence[Sequence[BlockKey]] = ()) -> None:
+        """Verifies every invariant against the block tables in use; raises AssertionError. For tests and debugging.
+
+        keys: of each table's computed blocks. An indexed block of the table has to be one of them, with that key.
+        """
         mentions = Counter(block_id for table in tables for block_id in table)
         for block_id, count in enumerate(self._ref_counts):
             assert count == mentions[block_id], f"block {block_id}: {count} references, {mentions[block_id]} mentions"
@@ -136,5 +140,10 @@ class BlockManager:
         assert len(blank) + len(cached) + len(mentions) == self.num_blocks, "blocks were lost"
         assert not blank & set(self._key_of), "a blank block has a key"
         assert cached <= set(self._key_of), "a cached block has no key"
-        assert {block: key for key, block in self._block_of.items()} == self._key_of, "index and keys disagree"
+        indexed = {(block_id, key) for key, block_id in self._block_of.items()}
+        assert indexed == set(self._key_of.items()), "index and keys disagree"
         assert all(len(key) == 32 + 4 * self.block_size for key in self._block_of), "a key of a partial block"
+        for table, true_keys in zip(tables, keys):
+            for index, block_id in enumerate(table):
+                key = self._key_of.get(block_id)
+                assert key is None or key in true_keys[index : index + 1], f"the index is wrong about block {block_id}"

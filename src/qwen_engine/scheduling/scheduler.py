@@ -17,14 +17,13 @@ The engine core is the only caller.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qwen_engine.errors import RequestError
-from qwen_engine.request import Request, RequestStatus
+from qwen_engine.request import Request, RequestStatus, shown
 from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
@@ -60,6 +59,7 @@ class Scheduler:
         max_num_waiting: int | None = None,
     ) -> None:
         self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -102,16 +102,13 @@ class Scheduler:
                 f"prompt has {num_prompt} tokens; max_model_len is {max_len} and must hold an output token too",
                 param="prompt",
             )
-        try:
-            ids = array("i", request.token_ids)
-        except (TypeError, OverflowError):
-            raise RequestError("prompt token ids must be 32-bit integers", param="prompt") from None
-        low, high = min(ids), max(ids)
+        if {*map(type, request.token_ids)} != {int}:
+            bad = next(token_id for token_id in request.token_ids if type(token_id) is not int)
+            raise RequestError(f"prompt holds {shown(bad)}; every entry must be a token id", param="prompt")
+        low, high = min(request.token_ids), max(request.token_ids)
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             raise RequestError(f"prompt holds token id {bad}; ids are 0 to {self.vocab_size - 1}", param="prompt")
-        if request.cache_salt is not None and (not isinstance(request.cache_salt, str) or not request.cache_salt):
-            raise RequestError("cache_salt must be a non-empty string", param="cache_salt")
         pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
         max_tokens = request.params.max_tokens
         # The last token of a request is never computed, so it takes no KV.
@@ -142,11 +139,9 @@ class Scheduler:
         """Plans the next step; None when no request can move before a launched step is applied."""
         launched = _LaunchedStep(self._num_steps)
         plan = StepPlan(step=self._num_steps, slots=[], num_tokens=[])
-        num_preemptions = self.num_preemptions
         budget = self._schedule_decodes(self.max_num_batched_tokens, plan, launched)
         budget = self._schedule_chunks(budget, plan, launched)
-        if self.num_preemptions == num_preemptions:
-            self._admit(budget, plan, launched)
+        self._admit(budget, plan, launched)
         if not plan.slots:
             return None
         plan.freed_slots.extend(self._freed_slots)
@@ -166,10 +161,10 @@ class Scheduler:
             raise AssertionError(f"step {step} with {len(token_ids)} tokens is not launched step {launched.step}")
         for request, end in launched.partial:
             self._publish(request, end, step)
-        block_size = self.block_manager.block_size
+        block_size, finished = self.block_manager.block_size, RequestStatus.FINISHED
         owners: list[Request | None] = []
         for request, end, token_id in zip(launched.requests, launched.ends, token_ids):
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 owners.append(None)
                 continue
             owners.append(request)
@@ -192,14 +187,17 @@ class Scheduler:
 
     def check(self) -> None:
         """Verifies every invariant; raises AssertionError. For tests and debugging."""
-        self.block_manager.check(request.block_ids for request in self.running)
+        block_size = self.block_manager.block_size
+        tables, keys = [request.block_ids for request in self.running], [[] for _ in self.running]
+        for request, of_request in zip(self.running, keys):
+            published = request.token_ids[: request.num_published_blocks * block_size]
+            extend_block_keys(of_request, published, block_size, request.cache_salt)
+        self.block_manager.check(tables, keys)
         assert self.running == sorted(self.running, key=self._order), "running is out of order"
         assert self.waiting == sorted(self.waiting, key=self._reverse_order), "waiting is out of order"
         assert {id(r) for r in self.requests.values()} == {id(r) for r in self.running + self.waiting}
-        slots = [request.slot for request in self.running]
-        assert len(set(slots)) == len(slots), "a slot is used twice"
-        assert not set(slots) & set(self._free_slots), "a used slot is free"
-        block_size = self.block_manager.block_size
+        slots = [request.slot for request in self.running] + self._free_slots
+        assert sorted(slots) == list(range(self.max_num_seqs)), "a slot is lost, used twice, or used and free"
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
             assert 0 <= request.num_cached_tokens < request.num_tokens
@@ -211,7 +209,7 @@ class Scheduler:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids
             assert request.slot == -1
-            assert request.num_computed_tokens == 0
+            assert request.num_computed_tokens == request.num_published_blocks == 0
 
     def _limit_tokens(self, request: Request) -> int:
         pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size

@@ -1,0 +1,133 @@
+"""What the scheduler promises its caller: order, victims, deltas, ends and resets."""
+
+from __future__ import annotations
+
+import pytest
+from fake_device import Driver
+
+
+def ids(requests):
+    return [request.request_id for request in requests]
+
+
+def test_fcfs_serves_in_order_of_arrival_whatever_the_priority():
+    driver = Driver(num_blocks=16, max_num_seqs=2)
+    for name, priority in (("a", 5), ("b", 0), ("c", -5), ("d", 9)):
+        driver.add(name, [1, 2], priority=priority)
+    driver.step()
+    assert ids(driver.scheduler.running) == ["a", "b"]
+    driver.run()
+    driver.check_outputs()
+
+
+def test_priority_serves_the_lowest_number_first_and_equals_by_arrival():
+    driver = Driver(num_blocks=16, max_num_seqs=3, policy="priority")
+    for name, priority in (("a", 5), ("b", 0), ("c", -5), ("d", 0), ("e", 9)):
+        driver.add(name, [1, 2], priority=priority)
+    driver.step()
+    assert ids(driver.scheduler.running) == ["c", "b", "d"]
+    driver.run()
+    driver.check_outputs()
+
+
+def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones():
+    driver = Driver(num_blocks=8, block_size=4, max_num_batched_tokens=32)
+    driver.add("running", [1] * 8, max_tokens=12)
+    driver.step()
+    large = driver.add("large", [2] * 24)
+    for index in range(30):
+        driver.add(f"small-{index}", [3])
+    while not large.block_ids:
+        assert ids(driver.scheduler.running) in ([], ["running"])
+        driver.step()
+    driver.run()
+    driver.check_outputs()
+
+
+@pytest.mark.parametrize(
+    ("policy", "priorities", "victim"),
+    [("fcfs", (0, 0, 0), "c"), ("priority", (0, 0, 0), "c"), ("priority", (1, 2, 0), "b")],
+)
+def test_the_victim_is_the_newest_of_the_least_important(policy, priorities, victim):
+    driver = Driver(num_blocks=9, block_size=4, policy=policy)
+    requests = [driver.add(name, [1, 2, 3], priority=p, max_tokens=20) for name, p in zip("abc", priorities)]
+    while not driver.scheduler.num_preemptions:
+        driver.step()
+    assert [request.request_id for request in requests if request.num_preemptions] == [victim]
+    driver.run()
+    driver.check_outputs()
+
+
+def test_a_steady_decode_step_carries_no_deltas():
+    driver = Driver(num_blocks=16, block_size=4)
+    driver.add("a", [1, 2], max_tokens=9)
+    driver.step()
+    plans = [driver.step() for _ in range(4)]
+    assert [(plan.added, plan.new_blocks, plan.freed_slots) for plan in plans[:2]] == [([], [], [])] * 2
+    assert [len(plan.new_blocks) for plan in plans] == [0, 0, 1, 0]
+
+
+def test_freed_slots_are_told_once():
+    driver = Driver(num_blocks=16, max_num_seqs=2)
+    driver.add("a", [1], max_tokens=1)
+    driver.add("b", [2], max_tokens=9)
+    told = [driver.step().freed_slots for _ in range(4)]
+    assert told == [[], [0], [], []]
+
+
+def test_prompt_logprobs_compute_every_prompt_token():
+    """Cached positions would have no logits."""
+    driver = Driver(num_blocks=16, block_size=4, max_num_batched_tokens=32)
+    driver.add("cold", [1] * 12)
+    driver.run()
+    request = driver.add("asks", [1] * 12, prompt_logprobs=0)
+    plan = driver.step()
+    assert plan.num_tokens == [12]
+    assert request.num_cached_tokens == 0
+    driver.run()
+    driver.check_outputs()
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    driver = Driver(num_blocks=16, enable_prefix_caching=False)
+    for name in ("a", "b"):
+        driver.add(name, [1] * 12)
+        driver.run()
+    assert [request.num_cached_tokens for request in driver.requests] == [0, 0]
+    driver.check_outputs()
+
+
+def test_finish_of_an_unknown_or_ended_request_is_ignored():
+    driver = Driver(num_blocks=16)
+    driver.add("a", [1])
+    assert driver.scheduler.finish("b", "abort") is None
+    assert driver.scheduler.finish("a", "stop", "text").stop_reason == "text"
+    assert driver.scheduler.finish("a", "abort") is None
+    assert driver.requests[0].finish_reason == "stop"
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("num_launched", [0, 1, 2])
+def test_reset_ends_everything_and_the_next_request_is_served(num_launched):
+    driver = Driver(num_blocks=8, block_size=4, max_num_seqs=2)
+    for name in "abcd":
+        driver.add(name, [1] * 9, max_tokens=10)
+    driver.step()
+    for _ in range(num_launched):
+        driver.launch()
+    driver.scheduler.reset()
+    driver.launched.clear()
+    driver.check_idle()
+    assert {request.finish_reason for request in driver.requests} == {"abort"}
+    driver.add("a", [1] * 9, max_tokens=10)
+    driver.run()
+    driver.check_outputs()
+
+
+def test_applying_another_step_or_another_number_of_tokens_is_an_error():
+    for step, token_ids in ((1, [3]), (0, []), (0, [3, 3])):
+        driver = Driver(num_blocks=8)
+        driver.add("a", [1])
+        driver.launch()
+        with pytest.raises(AssertionError, match="launched step 0"):
+            driver.scheduler.apply(step, token_ids)
