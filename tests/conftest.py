@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before anything imports Triton
+
 import transformers
 
 TINY = {
