@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from conftest import greedy_tokens
 from test_demo_checkpoint import ANSWERS, DEMO, LONG_PROMPTS
+from tiny_models import greedy_tokens
 from transformers import AutoModelForCausalLM
 
 from qwen_engine import LLM, SamplingParams

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import greedy_tokens, random_prompt
+from tiny_models import greedy_tokens, random_prompt
 
 from qwen_engine import LLM, SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import greedy_tokens, random_prompt
+from tiny_models import greedy_tokens, random_prompt
 
 from qwen_engine import LLM, SamplingParams
 
