@@ -6,7 +6,9 @@ rank does nothing and needs no torch.distributed.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
-    """Rank `rank` of `size`. `process_group` is the torch.distributed group behind it, None for a single rank."""
+    """Rank `rank` of `size`. `process_group` does the communication; None for a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -22,14 +24,58 @@ class TPGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.process_group)
+        if self.process_group is not None:
+            self.process_group.allreduce([x]).wait()
         return x
 
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] on each rank → [..., size * n], in rank order, on every rank."""
-        if self.size == 1:
+        if self.process_group is None:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.process_group)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        self.process_group.allgather([parts], [x.contiguous()]).wait()
         return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` of rank 0, in place, on every rank."""
+        if self.process_group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            self.process_group.broadcast([x], options).wait()
+        return x
+
+    def abort(self) -> None:
+        """Ends collectives that wait for a dead rank. The group cannot be used afterwards."""
+        if self.process_group is not None:
+            self.process_group.abort()
+
+
+def connect(
+    store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float, host: str = "127.0.0.1"
+) -> TPGroup:
+    """Joins the group of `size` ranks that share `store`: NCCL between GPUs, gloo between CPUs.
+
+    timeout_s: how long a gloo collective waits for its peers. host: this machine's address for gloo's sockets.
+    """
+    if size == 1:
+        return TPGroup()
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        group.eager_connect_single_device(device)
+    else:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+    return TPGroup(rank, size, group)
+
+
+def open_store(size: int, host: str = "127.0.0.1") -> dist.TCPStore:
+    """A key-value store that ranks meet at, on a port the system chooses, listening on `host` alone."""
+    listener = socket.create_server((host, 0), backlog=size)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
