@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from qwen_engine.errors import RequestError
+from qwen_engine.errors import RequestError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class SamplingParams:
                 _check_integer(name, getattr(self, name), 0, INT64_MAX)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
+                raise RequestError(f"{name} is {shown(getattr(self, name))}; it must be true or false", param=name)
         self._normalise_collections()
         if self.n > 1 and self.is_greedy:
             raise RequestError(f"n is {self.n}, but greedy samples are all equal; raise temperature", param="n")
@@ -108,7 +109,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
         object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
-        ids = _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = _token_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS)
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, INT64_MAX)
@@ -134,7 +136,7 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{name} holds id {token_id}; ids are 0 to {vocab_size - 1}", param=name)
+                    raise RequestError(f"{name} holds id {shown(token_id)}; ids are 0 to {vocab_size - 1}", param=name)
         ends = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and self.allowed_token_ids is not None and ends.issuperset(self.allowed_token_ids):
             raise RequestError(
@@ -143,8 +145,9 @@ class SamplingParams:
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and value > max_logprobs:
-                raise RequestError(f"{name} is {value}; at most {max_logprobs} are returned", param=name)
+            if value is not None and value > min(max_logprobs, vocab_size):
+                limit = min(max_logprobs, vocab_size)
+                raise RequestError(f"{name} is {value}; at most {limit} are returned", param=name)
 
 
 class RequestStatus(enum.Enum):
@@ -312,10 +315,14 @@ class RequestOutput:
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} is {value!r}; it must be a finite number in {bounds}", param=name)
+    if not _is_number(value) or not abs(value) <= sys.float_info.max:
+        raise RequestError(f"{name} is {shown(value)}; it must be a finite number in {bounds}", param=name)
     if not (low < value if open_low else low <= value) or not value <= high:
         raise RequestError(f"{name} is {value}; it must be in {bounds}", param=name)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -323,7 +330,7 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise RequestError(f"{name} is {shown(value)}; it must be an integer", param=name)
     if not low <= value <= high:
         limit = f"at least {low}" if value < low else f"at most {high}"
-        raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
+        raise RequestError(f"{name} is {shown(value)}; it must be {limit}", param=name)
 
 
 def _strings(name: str, value: Any, max_count: int, max_chars: int) -> tuple[str, ...]:
@@ -364,16 +371,11 @@ def _logit_bias(value: Any) -> dict[int, float]:
     biases = {}
     for key, bias in value.items():
         try:
-            token_id = int(key)
-        except (TypeError, ValueError):
+            token_id = int(key) if isinstance(key, str) else key
+            _check_integer("key", token_id, INT64_MIN, INT64_MAX)
+        except ValueError:
             raise RequestError(f"logit_bias holds key {shown(key)}; keys are token ids", param="logit_bias") from None
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
+        if not _is_number(bias) or bias != bias:
             raise RequestError(f"logit_bias of id {token_id} is {shown(bias)}; it must be a number", param="logit_bias")
-        biases[token_id] = max(-100.0, min(100.0, float(bias)))
+        biases[token_id] = float(max(-100, min(100, bias)))
     return biases
-
-
-def shown(value: object) -> str:
-    """A value as an error message shows it: never longer than a line."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

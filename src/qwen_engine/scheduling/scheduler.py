@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qwen_engine.errors import RequestError
-from qwen_engine.request import Request, RequestStatus, shown
+from qwen_engine.errors import RequestError, shown
+from qwen_engine.request import Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
