@@ -40,7 +40,7 @@ REFUSED = {
         dict.fromkeys(range(5000), 1.0),
     ],
     "allowed_token_ids": [[], 5, "5", [1.5], [True], ["1"]],
-    "bad_words": ["word", 5, [""], [5], ["x" * 10**6], ["x"] * 10**5],
+    "bad_words": ["word", 5, [""], [5], ["x" * 65], ["x"] * 129],
     "stop": [5, [""], "", [5], [None], ["ok", ""], "x" * 10**6, ["x"] * 500_000, b"x"],
     "stop_token_ids": [5, 0, False, "5", [1.5], [True], ["1"], list(range(10**5))],
     "include_stop_str_in_output": [1, "true", None],

@@ -25,7 +25,8 @@ MAX_SAMPLES = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
-MAX_BAD_WORDS = 256
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64  # every slot has room for the most and longest in use
 MAX_LOGIT_BIAS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -37,13 +38,14 @@ class SamplingParams:
     n: independent samples of one prompt.
     temperature: 0 (or ≤ 0.01) takes the most likely token, the lowest id on ties, whatever the other fields say.
     top_k: keep the k most likely tokens; 0 and -1 keep all. top_p: keep the smallest set with this much probability.
-    min_p: keep tokens with at least min_p times the top probability. Applied in the order min_p, top_k, top_p.
+    min_p: keep tokens with at least min_p times the top probability. Applied in the order min_p, top_k, top_p; tokens
+    as likely as the last one kept are kept too.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens in the output.
     repetition_penalty: logits of tokens in prompt or output are divided (if positive) or multiplied by it.
     seed: makes the noise of a request depend on seed and position only; None (or -1) takes one from the engine.
     logit_bias: token id → value added to its logit, clamped to [-100, 100]. allowed_token_ids: all others are masked.
-    bad_words: strings that may not be completed. stop, stop_token_ids: end the output; stop strings are cut off unless
-    include_stop_str_in_output. min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
+    bad_words: strings that may not be completed, unless nothing else is allowed.
+    stop, stop_token_ids: end the output; stop strings are cut off unless include_stop_str_in_output. min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
     ignore_eos: the checkpoint's end-of-sequence ids do not end the output.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
     tokens.
@@ -108,7 +110,7 @@ class SamplingParams:
     def _normalise_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS))
         stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
         ids = _token_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS)
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
