@@ -45,8 +45,9 @@ class SamplingParams:
     seed: makes the noise of a request depend on seed and position only; None (or -1) takes one from the engine.
     logit_bias: token id → value added to its logit, clamped to [-100, 100]. allowed_token_ids: all others are masked.
     bad_words: strings that may not be completed, unless nothing else is allowed.
-    stop, stop_token_ids: end the output; stop strings are cut off unless include_stop_str_in_output. min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
+    stop, stop_token_ids: end the output; stop strings are cut off unless include_stop_str_in_output.
     ignore_eos: the checkpoint's end-of-sequence ids do not end the output.
+    min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
     tokens.
     """

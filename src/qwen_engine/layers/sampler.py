@@ -161,7 +161,7 @@ class SamplingTables:
         self._bad_last = _widened(self._bad_last, num_words, fill=-1)
         # Prefixes are right-aligned, so a longer one widens the table on the left.
         old = self._bad_prefixes
-        shape = (self.max_num_seqs, max(old.shape[1], num_words), max(old.shape[2], prefix))
+        shape = (self.max_num_seqs, self._bad_last.shape[1], max(old.shape[2], prefix))
         if old.shape != shape:
             self._bad_prefixes = old.new_full(shape, _WILDCARD)
             self._bad_prefixes[:, : old.shape[1], shape[2] - old.shape[2] :] = old
