@@ -212,17 +212,20 @@ class LLM:
         with self._lock:
             self._lock_owner = threading.get_ident()
             try:
-                yield self._core
+                try:
+                    yield self._core
+                finally:
+                    while self._left:
+                        self._drop(self._left.popleft())
             except RequestError:
                 raise
             except BaseException:
                 self._core.reset()
                 for state in self._live.values():
                     state.abort()
+                self._live.clear()
                 raise
             finally:
-                while self._left:
-                    self._drop(self._left.popleft())
                 self._lock_owner = None
 
     def _drop(self, state: RequestState) -> None:
