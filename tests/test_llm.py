@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -541,10 +542,16 @@ def test_stp_04_nothing_ends_a_request_before_min_tokens(llm):
             assert out["token_ids"].index(ending) == min_tokens
             assert not {EOS, SECOND_EOS} & set(out["token_ids"][:min_tokens])
             assert out["finish_reason"] == "stop"
-    text = base_output(llm)["text"]
-    stop = text[:1]
+
+
+def test_stp_04_stop_strings_within_min_tokens_do_not_count(llm):
+    ids = base_output(llm)["token_ids"]
+    texts = [llm.tokenizer.decode([token]) for token in ids]
+    stop = next(c for c in "".join(texts[:6]) if c.isascii() and any(c in text for text in texts[6:]))
     out = one(llm, "The quick", seeded(3, 40, stop=stop, min_tokens=6))
-    assert len(out["token_ids"]) > 6 or stop not in text[1:]
+    assert len(out["token_ids"]) == next(count for count in range(7, 41) if stop in texts[count - 1])
+    assert out["stop_reason"] == stop
+    assert stop in out["text"]
 
 
 def test_min_tokens_alone_beside_a_request_with_stop_ids(llm):
@@ -597,12 +604,13 @@ def test_api_05_samples_of_a_request_end_on_their_own(llm):
 
 
 def test_bad_words_do_not_appear_in_either_spelling(llm):
-    text = base_output(llm)["text"]
-    word = text[4:6]
-    banned = one(llm, "The quick", seeded(3, 40, bad_words=[word]))
-    ids = llm.tokenizer.encode(word, add_special_tokens=False)
-    joined = banned["token_ids"]
-    assert all(joined[i : i + len(ids)] != ids for i in range(len(joined)))
+    tokenizer, common = llm.tokenizer, greedy(12, logit_bias={llm.encode(word)[0]: 90.0 for word in ("dog", " dog")})
+    assert "dog" in one(llm, "The quick", common)["text"]
+    ids = one(llm, "The quick", replace(common, bad_words=["dog"]))["token_ids"]
+    assert "dog" not in tokenizer.decode(ids)
+    several = one(llm, "The quick", replace(common, bad_words=["dogdog"]))["text"]
+    assert "dog" in several
+    assert "dogdog" not in several
 
 
 def test_detokenize_off_gives_ids_without_text(llm):
