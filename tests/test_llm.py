@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from conftest import greedy_tokens, random_prompt, save_tiny_model
+from tiny_models import greedy_tokens, random_prompt, save_tiny_model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from qwen_engine import LLM, RequestOutput, SamplingParams
@@ -26,7 +26,7 @@ from qwen_engine.errors import ConfigError, EngineDeadError, RequestError
 
 VOCAB = 400  # the tokenizer has fewer: ids above its own are padding rows of the embedding
 EOS, SECOND_EOS = 2, 0
-NUM_INTERRUPTS = 40
+NUM_INTERRUPTS = 25
 BYTES_PER_BLOCK = 16 * 2 * 3 * 2 * 32 * 4  # of 16 tokens: K and V, layers, KV heads, head_dim, fp32
 TEXT = "The quick brown fox says hello world, and the lazy dog answers: 東京 👍 naïve. "
 TEMPLATE = (
@@ -410,7 +410,7 @@ def test_unseeded_requests_differ_and_engines_with_one_seed_agree(folder):
 def test_smp_04_a_seeded_request_does_not_see_the_rest_of_the_batch(llm):
     prompt, params = random_prompt(20, vocab_size=VOCAB), seeded(11)
     alone = one(llm, prompt, params)["token_ids"]
-    others = [greedy(30), SamplingParams(max_tokens=30), seeded(11), seeded(5, top_p=0.5), greedy(3), seeded(6, 2)]
+    others = [greedy(30), SamplingParams(), seeded(11), seeded(5, top_p=0.5), seeded(6, 2)]
     for row in range(len(others) + 1):
         torch.manual_seed(row)
         batch = [*others[:row], params, *others[row:]]
@@ -436,7 +436,7 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
         {"temperature": 0.0, "prompt_logprobs": 1},
         {"logit_bias": {EOS: 6.0}, "ignore_eos": False, "min_tokens": 20},
     ]
-    params = [seeded(number, 40, **kinds[number % len(kinds)]) for number in range(len(prompts))]
+    params = [seeded(number, 32, **kinds[number % len(kinds)]) for number in range(len(prompts))]
     return prompts, params
 
 

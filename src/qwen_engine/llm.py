@@ -16,7 +16,7 @@ from tqdm import tqdm
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine.core import EngineCore
 from qwen_engine.engine.output_processor import RequestState
-from qwen_engine.errors import RequestError, shown
+from qwen_engine.errors import RequestError
 from qwen_engine.models.hub import resolve_model
 from qwen_engine.request import Request, RequestOutput, SamplingParams
 from qwen_engine.tokenization.tokenizer import Tokenizer
@@ -323,7 +323,9 @@ def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
-        prompt = {"prompt_token_ids": prompt}
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is {type(prompt).__name__}; give text or token ids", "prompt")
+        return {"prompt_token_ids": prompt}
     unknown = set(prompt) - _PROMPT_KEYS
     if unknown:
         raise RequestError(
@@ -334,14 +336,6 @@ def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise RequestError(f"prompt is {type(text).__name__}; it must be text", "prompt")
-    token_ids = prompt.get("prompt_token_ids")
-    if token_ids is not None and (isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence)):
-        raise RequestError(f"a prompt is {type(token_ids).__name__}; give text or token ids", "prompt")
-    if token_ids is not None and bool in set(map(type, token_ids)):
-        raise RequestError("a prompt holds True or False; give text or token ids", "prompt")
-    priority = prompt.get("priority", 0)
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RequestError(f"priority is {shown(priority)}; it must be an integer", "priority")
     return prompt
 
 
