@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
+import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from qwen_engine.errors import ConfigError, UnknownOptionError
+from qwen_engine.errors import ConfigError, UnknownOptionError, shown
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -99,7 +102,8 @@ class ModelConfig:
         max_position = _integer(config, "max_position_embeddings")
         vocab_size = _integer(config, "vocab_size")
         # Newer Transformers write rope_theta inside rope_parameters, beside the scaling.
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        # A user adds YaRN to either kind of file as rope_scaling, so that one has the last word.
+        rope = {**_object(config, "rope_parameters"), **_object(config, "rope_scaling")}
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in DTYPES[1:]:
             raise ConfigError(f"torch_dtype {dtype!r} is not supported; use one of {', '.join(DTYPES[1:])}")
@@ -115,15 +119,15 @@ class ModelConfig:
             rms_norm_eps=_number(config, "rms_norm_eps", default=1e-6),
             rope_theta=_number(rope, "rope_theta", default=_number(config, "rope_theta", default=DEFAULT_ROPE_THETA)),
             max_position_embeddings=max_position,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            attention_bias=_flag(config, "attention_bias"),
             dtype=dtype,
             yarn=_yarn(rope, max_position),
             eos_token_ids=_eos_token_ids(config, generation, vocab_size),
             sampling_defaults={
                 name: generation[name]
                 for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-                if isinstance(generation.get(name), int | float)
+                if _is_number(generation.get(name))
             }
             if generation.get("do_sample", True)
             else {"temperature": 0.0},
@@ -175,6 +179,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", str(self.model))
+        object.__setattr__(self, "device", str(self.device))
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(dtype, dtype))
         _one_of("dtype", self.dtype, DTYPES)
@@ -182,15 +187,21 @@ class EngineConfig:
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "kv_cache_bytes", "max_num_waiting"):
+        # One prompt token and one output token are the least there is.
+        for name, minimum in (("max_model_len", 2), ("kv_cache_bytes", 1), ("max_num_waiting", 1)):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                _at_least(name, getattr(self, name), minimum)
+        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
         _at_least("max_logprobs", self.max_logprobs, 0)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed is {shown(self.seed)}; it must be less than 2**63")
         if self.block_size < 8 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two and at least 8")
-        if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
+        if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {shown(self.gpu_memory_utilization)}; it must be in (0, 1]")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}; "
@@ -212,7 +223,7 @@ class EngineConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {type(content).__name__}, not a JSON object")
@@ -222,12 +233,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ConfigError(f"architectures is {shown(architectures)}; it must be a list")
     if model_type != "qwen3" or (architectures and "Qwen3ForCausalLM" not in architectures):
-        found = ", ".join(map(str, architectures)) or f"model_type {model_type!r}"
+        found = ", ".join(map(shown, architectures)) or f"model_type {model_type!r}"
         raise ConfigError(f"architecture {found} is not supported; this engine runs dense Qwen3 (Qwen3ForCausalLM)")
     if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
-        raise ConfigError(f"quantised checkpoints (quant_method {method!r}) are not supported; use the bfloat16 model")
+        quantization = config["quantization_config"]
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"quantised checkpoints (quant_method {shown(method)}) are not supported; use the bfloat16 one"
+        )
     if config.get("use_sliding_window"):
         raise ConfigError("use_sliding_window is true; sliding-window attention is not supported")
     activation = config.get("hidden_act", "silu")
@@ -257,21 +273,47 @@ def _yarn(rope: Mapping[str, Any], max_position_embeddings: int) -> YarnScaling 
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Every end-of-sequence id of both files, each an int or a list, in order of mention."""
+    """Every end-of-sequence id of both files, each an int or a list, in order of mention.
+
+    Ids that the vocabulary does not have can never be sampled, nor may they index a row of logits.
+    """
     found: list[int] = []
     for source in (config, generation):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is None or token_id in found:
                 continue
-            if not _is_integer(token_id) or not 0 <= token_id < vocab_size:
-                raise ConfigError(f"eos_token_id {token_id!r} is not an id below vocab_size {vocab_size}")
-            found.append(token_id)
+            if not _is_integer(token_id):
+                raise ConfigError(f"eos_token_id {shown(token_id)} is not a token id")
+            if 0 <= token_id < vocab_size:
+                found.append(token_id)
+            else:
+                logger.warning("eos_token_id %d is left out: ids are 0 to %d", token_id, vocab_size - 1)
     return tuple(found)
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {shown(value)}; it must be an object")
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if not isinstance(value, bool | None):
+        raise ConfigError(f"{name} is {shown(value)}; it must be true or false")
+    return bool(value)
 
 
 def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -281,7 +323,7 @@ def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -
     if value is None:
         raise ConfigError(f"{name} is missing")
     if not _is_integer(value) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
+        raise ConfigError(f"{name} is {shown(value)}; it must be a positive integer")
     return value
 
 
@@ -291,16 +333,16 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None) 
         value = default
     if value is None:
         raise ConfigError(f"{name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name} is {value!r}; it must be a positive number")
+    if not _is_number(value) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{name} is {shown(value)}; it must be a positive number")
     return float(value)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be one of {', '.join(allowed)}")
 
 
 def _at_least(name: str, value: object, minimum: int) -> None:
     if not _is_integer(value) or value < minimum:  # type: ignore[operator]
-        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be an integer of at least {minimum}")

@@ -1,5 +1,16 @@
 """Errors that reach a user: one line each, with both numbers and what to do next."""
 
+MAX_SHOWN_CHARS = 80
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: never longer than a line, whatever it is."""
+    try:
+        text = repr(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str | bytes) else value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return f"too large a value ({type(value).__name__})"
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
 
 class QwenEngineError(Exception):
     """Base of every error this package raises on purpose."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -40,8 +43,10 @@ class LLM:
         self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.from_folder(folder)
         self._core = EngineCore(self.config, folder, model_config)
         self._lock = threading.Lock()
+        self._lock_owner: int | None = None
         self._live: dict[str, RequestState] = {}  # by sequence id
-        self._num_requests = 0
+        self._left: deque[RequestState] = deque()  # nobody waits for these any more
+        self._request_numbers = itertools.count()
         weakref.finalize(self, self._core.close)
 
     @classmethod
@@ -83,7 +88,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several. `sampling_params=None` generates up to the context limit."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError("messages must be a list of messages, or of such lists, and not empty", "messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
             self.apply_chat_template(
                 conversation,
@@ -108,8 +115,7 @@ class LLM:
         Outputs of several prompts interleave; `request_id` tells them apart, in the order of the prompts. Leaving the
         loop early aborts what still runs.
         """
-        states = self._states(_as_prompt_list(prompts), sampling_params)
-        return (state.output() for moved in self._steps(states) for state in moved)
+        return self._outputs(self._states(_as_prompt_list(prompts), sampling_params))
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of a conversation, as `chat` computes them; `options` are `chat`'s keyword-only arguments.
@@ -124,12 +130,13 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        with self._lock:
-            self._core.reset_prefix_cache()
+        with self._engine() as core:
+            core.reset_prefix_cache()
 
     def close(self) -> None:
         """Ends the engine and frees its memory; safe to call twice."""
-        self._core.close()
+        with self._engine() as core:
+            core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -154,36 +161,72 @@ class LLM:
                     progress.update(num_finished - progress.n)
         return [state.output() for state in states]
 
+    def _outputs(self, states: Sequence[RequestState]) -> Iterator[RequestOutput]:
+        for moved in self._steps(states):
+            with self._engine():  # no other thread may be half-way through a step
+                outputs = [state.output() for state in moved]
+            yield from outputs
+
     def _steps(self, states: Sequence[RequestState]) -> Iterator[list[RequestState]]:
         """Runs these requests to their end; after each step that moved some of them, yields those.
 
         Whoever steps the engine serves all live requests, so loops over several streams may be nested or threaded.
         """
         try:
-            with self._lock:
+            with self._engine() as core:
                 for state in states:
                     for sequence in state.sequences:
-                        self._core.add(sequence)
+                        core.add(sequence)
                         self._live[sequence.request_id] = state
-            while not all(state.finished for state in states):
-                with self._lock:
-                    if not any(state.moved for state in states):
-                        self._step()
-                moved = [state for state in states if state.moved]
-                for state in moved:
-                    state.moved = False
+            while True:
+                with self._engine() as core:
+                    if not (any(state.moved for state in states) or all(state.finished for state in states)):
+                        self._step(core)
+                    moved = [state for state in states if state.moved]
+                    for state in moved:
+                        state.moved = False
                 if moved:
                     yield moved
+                elif all(state.finished for state in states):
+                    return
         finally:
-            with self._lock:
-                for state in states:
-                    self._drop(state)
+            self._left.extend(states)
+            # The garbage collector may close a stream inside a step of this very thread, which then sees to the rest.
+            if self._lock_owner != threading.get_ident():
+                with self._engine():
+                    pass
 
-    def _step(self) -> None:
-        for output in self._core.step():
+    def _step(self, core: EngineCore) -> None:
+        for output in core.step():
             state = self._live.get(output.request.request_id)
             if state is not None:
-                state.take(output, self._core.finish)
+                state.take(output, core.finish)
+
+    @contextmanager
+    def _engine(self) -> Iterator[EngineCore]:
+        """The core, for one thread at a time; at the end, requests that nobody waits for are dropped.
+
+        Whatever fails inside, but for a refused request, ends half-way. Then all live requests end as aborted, and the
+        engine is ready for new ones.
+        """
+        with self._lock:
+            self._lock_owner = threading.get_ident()
+            try:
+                try:
+                    yield self._core
+                finally:
+                    while self._left:
+                        self._drop(self._left.popleft())
+            except RequestError:
+                raise
+            except BaseException:
+                self._core.reset()
+                for state in self._live.values():
+                    state.abort()
+                self._live.clear()
+                raise
+            finally:
+                self._lock_owner = None
 
     def _drop(self, state: RequestState) -> None:
         """Forgets a request, aborting it if it has not ended."""
@@ -200,6 +243,11 @@ class LLM:
             sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence):
+            raise RequestError(
+                f"sampling_params is {type(sampling_params).__name__}; give a SamplingParams, or one for each prompt",
+                param="sampling_params",
+            )
         if len(sampling_params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each",
@@ -221,15 +269,14 @@ class LLM:
             token_ids = self._needs_tokenizer().encode(text)
         if params.stop:
             self._needs_tokenizer()
-        request_id = str(self._num_requests)
+        number = next(self._request_numbers)
         seed = params.seed
         if seed is None or seed == -1:
-            seed = config.seed * 2**32 + self._num_requests
-        self._num_requests += 1
+            seed = config.seed * 2**32 + number
         bad_word_ids = self._bad_word_ids(params.bad_words)
         sequences = [
             Request(
-                f"{request_id}-{index}",
+                f"{number}-{index}",
                 token_ids,
                 params,
                 seed=_wrap_int64(seed + index * _SEED_STEP),
@@ -241,7 +288,7 @@ class LLM:
             for index in range(params.n)
         ]
         self._core.check(sequences[0])
-        return RequestState(request_id, text, sequences, self.tokenizer)
+        return RequestState(str(number), text, sequences, self.tokenizer)
 
     def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is written at the start of a text and after a space."""
@@ -265,7 +312,7 @@ def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt in any form → a list of it; a list of prompts stays."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise RequestError(f"prompts is {type(prompts).__name__}; give text, token ids or a list of prompts", "prompt")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from qwen_engine.errors import RequestError
+from qwen_engine.errors import RequestError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,8 @@ MAX_SAMPLES = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
-MAX_BAD_WORDS = 256
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64  # every slot has room for the most and longest in use
 MAX_LOGIT_BIAS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -36,14 +38,16 @@ class SamplingParams:
     n: independent samples of one prompt.
     temperature: 0 (or ≤ 0.01) takes the most likely token, the lowest id on ties, whatever the other fields say.
     top_k: keep the k most likely tokens; 0 and -1 keep all. top_p: keep the smallest set with this much probability.
-    min_p: keep tokens with at least min_p times the top probability. Applied in the order min_p, top_k, top_p.
+    min_p: keep tokens with at least min_p times the top probability. Applied in the order min_p, top_k, top_p; tokens
+    as likely as the last one kept are kept too.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens in the output.
     repetition_penalty: logits of tokens in prompt or output are divided (if positive) or multiplied by it.
     seed: makes the noise of a request depend on seed and position only; None (or -1) takes one from the engine.
     logit_bias: token id → value added to its logit, clamped to [-100, 100]. allowed_token_ids: all others are masked.
-    bad_words: strings that may not be completed. stop, stop_token_ids: end the output; stop strings are cut off unless
-    include_stop_str_in_output. min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
+    bad_words: strings that may not be completed, unless nothing else is allowed.
+    stop, stop_token_ids: end the output; stop strings are cut off unless include_stop_str_in_output.
     ignore_eos: the checkpoint's end-of-sequence ids do not end the output.
+    min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
     tokens.
     """
@@ -97,7 +101,7 @@ class SamplingParams:
                 _check_integer(name, getattr(self, name), 0, INT64_MAX)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
+                raise RequestError(f"{name} is {shown(getattr(self, name))}; it must be true or false", param=name)
         self._normalise_collections()
         if self.n > 1 and self.is_greedy:
             raise RequestError(f"n is {self.n}, but greedy samples are all equal; raise temperature", param="n")
@@ -107,8 +111,9 @@ class SamplingParams:
     def _normalise_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
-        ids = _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS))
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = _token_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS)
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, INT64_MAX)
@@ -134,7 +139,7 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{name} holds id {token_id}; ids are 0 to {vocab_size - 1}", param=name)
+                    raise RequestError(f"{name} holds id {shown(token_id)}; ids are 0 to {vocab_size - 1}", param=name)
         ends = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and self.allowed_token_ids is not None and ends.issuperset(self.allowed_token_ids):
             raise RequestError(
@@ -143,8 +148,9 @@ class SamplingParams:
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and value > max_logprobs:
-                raise RequestError(f"{name} is {value}; at most {max_logprobs} are returned", param=name)
+            if value is not None and value > min(max_logprobs, vocab_size):
+                limit = min(max_logprobs, vocab_size)
+                raise RequestError(f"{name} is {value}; at most {limit} are returned", param=name)
 
 
 class RequestStatus(enum.Enum):
@@ -312,10 +318,14 @@ class RequestOutput:
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} is {value!r}; it must be a finite number in {bounds}", param=name)
+    if not _is_number(value) or not abs(value) <= sys.float_info.max:
+        raise RequestError(f"{name} is {shown(value)}; it must be a finite number in {bounds}", param=name)
     if not (low < value if open_low else low <= value) or not value <= high:
         raise RequestError(f"{name} is {value}; it must be in {bounds}", param=name)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -323,7 +333,7 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise RequestError(f"{name} is {shown(value)}; it must be an integer", param=name)
     if not low <= value <= high:
         limit = f"at least {low}" if value < low else f"at most {high}"
-        raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
+        raise RequestError(f"{name} is {shown(value)}; it must be {limit}", param=name)
 
 
 def _strings(name: str, value: Any, max_count: int, max_chars: int) -> tuple[str, ...]:
@@ -364,16 +374,11 @@ def _logit_bias(value: Any) -> dict[int, float]:
     biases = {}
     for key, bias in value.items():
         try:
-            token_id = int(key)
-        except (TypeError, ValueError):
+            token_id = int(key) if isinstance(key, str) else key
+            _check_integer("key", token_id, INT64_MIN, INT64_MAX)
+        except ValueError:
             raise RequestError(f"logit_bias holds key {shown(key)}; keys are token ids", param="logit_bias") from None
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
+        if not _is_number(bias) or bias != bias:
             raise RequestError(f"logit_bias of id {token_id} is {shown(bias)}; it must be a number", param="logit_bias")
-        biases[token_id] = max(-100.0, min(100.0, float(bias)))
+        biases[token_id] = float(max(-100, min(100, bias)))
     return biases
-
-
-def shown(value: object) -> str:
-    """A value as an error message shows it: never longer than a line."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -19,7 +19,7 @@ from qwen_engine.engine.model_runner import ModelRunner
 from qwen_engine.errors import ConfigError, EngineDeadError
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.models.weights import fill_dummy_weights, load_weights, sharding_table
-from qwen_engine.request import PositionLogprobs, Request
+from qwen_engine.request import PositionLogprobs, Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager
 from qwen_engine.scheduling.scheduler import Scheduler
 
@@ -57,15 +57,7 @@ class EngineCore:
         self._runner: ModelRunner | None = self._load_model(model_folder, TPGroup())
         num_blocks = self._size_kv_cache(self._runner)
         self._runner.allocate_kv_cache(num_blocks)
-        self.scheduler = Scheduler(
-            BlockManager(num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            vocab_size=self.model_config.vocab_size,
-            policy=config.scheduling_policy,
-            max_num_waiting=config.max_num_waiting,
-        )
+        self.scheduler = self._new_scheduler(num_blocks)
         logger.info(
             "ready in %.1f s: %s on %s, %s, KV cache of %d blocks (%d tokens)",
             time.perf_counter() - start,
@@ -112,8 +104,7 @@ class EngineCore:
             result = self._runner.execute(plan).wait()
             sampled = self.scheduler.apply(plan.step, result.token_ids)
         except BaseException:
-            # An interrupt or a device error in the middle of a step: its outcome is unknown, so nothing of it is kept.
-            self.scheduler.reset()
+            self.reset()
             raise
         outputs = [
             TokenOutput(owners[slot], None, prompt_logprobs=part) for slot, part in result.prompt_logprobs.items()
@@ -124,6 +115,16 @@ class EngineCore:
                 outputs.append(TokenOutput(request, result.token_ids[row], logprobs))
         return outputs
 
+    def reset(self) -> None:
+        """Aborts all requests and starts over with an empty scheduler.
+
+        For what ends in the middle (an interrupt, a device error): its outcome is unknown, so nothing of it is kept.
+        """
+        for request in self.scheduler.requests.values():
+            request.status = RequestStatus.FINISHED
+            request.finish_reason = "abort"
+        self.scheduler = self._new_scheduler(self.scheduler.block_manager.num_blocks)
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         self.scheduler.block_manager.reset_prefix_cache()
@@ -132,10 +133,22 @@ class EngineCore:
         """Ends all requests and frees the device's memory. Safe to call twice."""
         if self._runner is None:
             return
-        self.scheduler.reset()
+        self.reset()
         self._runner = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _new_scheduler(self, num_blocks: int) -> Scheduler:
+        config = self.config
+        return Scheduler(
+            BlockManager(num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model_config.vocab_size,
+            policy=config.scheduling_policy,
+            max_num_waiting=config.max_num_waiting,
+        )
 
     def _load_model(self, folder: Path, tp: TPGroup) -> ModelRunner:
         config, model_config = self.config, self.model_config

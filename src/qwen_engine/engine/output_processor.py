@@ -109,6 +109,7 @@ class RequestState:
         """Ends what still runs with finish_reason "abort"; held-back text is kept."""
         for sample in self.samples.values():
             if sample.finish_reason is None:
+                self.moved = True
                 sample.text.append((), finish_reason="abort")
                 self._end(sample, "abort", None)
 

@@ -21,8 +21,6 @@ import torch
 
 from qwen_engine.kernels import reference
 
-GREEDY_TEMPERATURE = reference.GREEDY_TEMPERATURE
-
 
 def _backend(tensor: torch.Tensor) -> ModuleType:
     if tensor.is_cuda:

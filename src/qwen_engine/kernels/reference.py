@@ -7,8 +7,7 @@ rows so that a row's result cannot depend on what shares its batch, and gathers 
 import torch
 import torch.nn.functional as F
 
-# At or below this temperature a row is greedy: dividing by less would only overflow.
-GREEDY_TEMPERATURE = 0.01
+from qwen_engine.request import GREEDY_TEMPERATURE
 
 _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -5,7 +5,8 @@ some requests need (per-vocabulary tables, bad words) is allocated at first use.
 which feature, so a step launches nothing that no row of it needs.
 
 Order of operations: logit bias, allowed ids, bad words, min_tokens → penalties → temperature → min_p → top_k → top_p →
-Gumbel-max with noise that depends on (seed, position, token id) alone.
+Gumbel-max with noise that depends on (seed, position, token id) alone. Allowed ids are a hard limit; bad words and
+min_tokens give way where together they would leave nothing of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 _FEATURES = ("penalties", "bias", "bad_words", "min_tokens", "filters", "logprobs")
 _WILDCARD = -1  # matches any token in a bad word's prefix
 _NO_TOKEN = -2  # matches nothing
+_MASKED = -1e9  # far below any logit, yet above the -inf of a token that is not allowed
+_MAX_REPETITION = 1e6  # beyond it nothing changes but the risk of leaving fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class SamplingTables:
         self.vocab_size = vocab_size
         self.device = device
         self._floats = torch.zeros(max_num_seqs, len(_FLOATS), dtype=torch.float32, device=device)
-        # Columns: seed, top_k (vocab_size when off), prompt length, first token index at which the request may end.
+        # Columns: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come.
         self._integers = torch.zeros(max_num_seqs, 4, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=device)
         self._bias: torch.Tensor | None = None  # fp32 [max_num_seqs, vocab]; -inf masks
@@ -74,15 +77,16 @@ class SamplingTables:
         """Writes the parameters of requests that take slots in this step."""
         slots = self._to_device(np.array([entry.slot for entry in entries]))
         params = [entry.params for entry in entries]
-        floats = np.array([[getattr(p, name) for name in _FLOATS] for p in params], dtype=np.float32)
-        self._floats[slots] = self._to_device(floats)
+        floats = np.array([[getattr(p, name) for name in _FLOATS] for p in params])
+        floats[:, 5] = floats[:, 5].clip(1 / _MAX_REPETITION, _MAX_REPETITION)
+        self._floats[slots] = self._to_device(floats.astype(np.float32))
         integers = np.array(
             [
                 (
                     entry.seed,
                     min(entry.params.top_k, self.vocab_size) if entry.params.top_k > 0 else self.vocab_size,
                     entry.num_prompt_tokens,
-                    entry.num_prompt_tokens + min(entry.params.min_tokens, 2**40),
+                    entry.num_prompt_tokens + min(entry.params.min_tokens, 2**40) if entry.stop_ids else 0,
                 )
                 for entry in entries
             ],
@@ -157,7 +161,7 @@ class SamplingTables:
         self._bad_last = _widened(self._bad_last, num_words, fill=-1)
         # Prefixes are right-aligned, so a longer one widens the table on the left.
         old = self._bad_prefixes
-        shape = (self.max_num_seqs, max(old.shape[1], num_words), max(old.shape[2], prefix))
+        shape = (self.max_num_seqs, self._bad_last.shape[1], max(old.shape[2], prefix))
         if old.shape != shape:
             self._bad_prefixes = old.new_full(shape, _WILDCARD)
             self._bad_prefixes[:, : old.shape[1], shape[2] - old.shape[2] :] = old
@@ -314,8 +318,8 @@ def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) ->
 
 
 def _mask(x: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:
-    """x[row, ids[row, i]] = -inf where where[row, i]; other ids may be anything. [rows, n] each."""
-    x.scatter_add_(1, ids.clamp(min=0), torch.where(where, float("-inf"), 0.0))
+    """Lowers x[row, ids[row, i]] by _MASKED where where[row, i]; other ids may be anything. [rows, n] each."""
+    x.scatter_add_(1, ids.clamp(min=0), torch.where(where, _MASKED, 0.0))
 
 
 def _widened(table: torch.Tensor, width: int, *, fill: int) -> torch.Tensor:

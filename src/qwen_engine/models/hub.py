@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from qwen_engine.errors import ConfigError
+from qwen_engine.errors import ConfigError, shown
 
 DEMO_NAME = "demo"
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
@@ -17,10 +17,14 @@ def resolve_model(name: str, *, with_weights: bool = True) -> Path:
     """The local folder of `name`; downloads a repository's needed files once. Raises ConfigError in one line."""
     if name == DEMO_NAME:
         return DEMO_FOLDER
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError):  # a name no file can have, or the home of an unknown user
+        raise ConfigError(f"{shown(name)} cannot be a model's folder") from None
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise ConfigError(f"{name} is a file; a model is a folder with config.json and *.safetensors")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/", "~")):
         raise ConfigError(f"no folder {name}; give a model folder, a repository like Qwen/Qwen3-0.6B, or 'demo'")

@@ -191,7 +191,9 @@ def _check_headers(table: list[TensorShard], folder: Path, config: ModelConfig) 
                 faults.append(f"{name} has dtype {dtype}, not one of {', '.join(FLOAT_DTYPES)}")
     # Tensors of a file that is missing or damaged are covered by that file's own fault.
     faults.extend(
-        f"{name} is missing" for name in expected if name not in file_of and weight_map.get(name) not in unreadable
+        f"{name} is missing"
+        for name in dict.fromkeys((*expected, *weight_map))
+        if name not in file_of and name not in ignored and weight_map.get(name) not in unreadable
     )
     if faults:
         shown = "; ".join(faults[:MAX_FAULTS_SHOWN])
@@ -211,14 +213,17 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], list[str]]:
     """The files to read, the index's map from tensor to file name (empty without an index), and faults found."""
     index_path = folder / INDEX_NAME
     if not index_path.is_file():
-        files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-        if not files:
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
             raise CheckpointError(f"no *.safetensors in {folder}; only safetensors checkpoints are read")
-        return files, {}, []
+        faults = [f"{path.name} is not a file" for path in paths if not path.is_file()]
+        return [path for path in paths if path.is_file()], {}, faults
     try:
         weight_map = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = sorted({Path(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index_path} cannot be read ({error!r})") from None
-    names = sorted(set(weight_map.values()))
-    faults = [f"{name} is named in {INDEX_NAME} but missing" for name in names if not (folder / name).is_file()]
-    return [folder / name for name in names if (folder / name).is_file()], weight_map, faults
+    # A file elsewhere is no part of the checkpoint, whatever the index says.
+    present = [name for name in names if len(name.parts) == 1 and (folder / name).is_file()]
+    faults = [f"{name} is named in {INDEX_NAME} but missing" for name in names if name not in present]
+    return [folder / name for name in present], weight_map, faults

@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qwen_engine.errors import RequestError
-from qwen_engine.request import Request, RequestStatus, shown
+from qwen_engine.errors import RequestError, shown
+from qwen_engine.request import Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
@@ -108,7 +108,9 @@ class Scheduler:
         low, high = min(request.token_ids), max(request.token_ids)
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
-            raise RequestError(f"prompt holds token id {bad}; ids are 0 to {self.vocab_size - 1}", param="prompt")
+            raise RequestError(
+                f"prompt holds token id {shown(bad)}; ids are 0 to {self.vocab_size - 1}", param="prompt"
+            )
         pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
         max_tokens = request.params.max_tokens
         # The last token of a request is never computed, so it takes no KV.

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.reference import GREEDY_TEMPERATURE
+from qwen_engine.request import GREEDY_TEMPERATURE
 
 _LOGPROB_CHUNK = 4096
 _ARGMAX_CHUNK = 1024
