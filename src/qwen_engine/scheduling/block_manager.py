@@ -12,10 +12,10 @@ Releasing a table puts its tail before its head, so a chain is evicted from the 
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
+from struct import pack
 
 from qwen_engine.errors import QwenEngineError
 
@@ -33,7 +33,7 @@ def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size
         return
     # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt can pass for a block.
     parent = keys[-1] if keys else sha256((salt or "").encode(errors="surrogatepass")).digest()
-    tokens = array("i", token_ids[first * block_size : last * block_size]).tobytes()
+    tokens = pack(f"{(last - first) * block_size}i", *token_ids[first * block_size : last * block_size])
     stride = 4 * block_size
     for start in range(0, len(tokens), stride):
         parent = sha256(parent).digest() + tokens[start : start + stride]
