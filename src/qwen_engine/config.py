@@ -155,6 +155,8 @@ class EngineConfig:
     scheduling_policy: "fcfs", or "priority" (lower number first, then arrival).
     max_num_waiting: most requests waiting at once; None is no cap.
     max_logprobs: largest `logprobs` or `prompt_logprobs` a request may ask for.
+    step_timeout_s: with several ranks, a step that takes longer counts as hanging and ends the engine.
+    debug_checks: with several ranks, compare each step's rows and sampled ids on all of them.
     skip_tokenizer_init: work with token ids only.
     """
 
@@ -175,6 +177,8 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_num_waiting: int | None = None
     max_logprobs: int = 20
+    step_timeout_s: float = 60.0
+    debug_checks: bool = False
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
@@ -191,7 +195,7 @@ class EngineConfig:
         for name, minimum in (("max_model_len", 2), ("kv_cache_bytes", 1), ("max_num_waiting", 1)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), minimum)
-        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
+        for name in ("enable_prefix_caching", "enforce_eager", "debug_checks", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
         _at_least("max_logprobs", self.max_logprobs, 0)
@@ -202,6 +206,8 @@ class EngineConfig:
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two and at least 8")
         if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {shown(self.gpu_memory_utilization)}; it must be in (0, 1]")
+        if not _is_number(self.step_timeout_s) or not 0 < self.step_timeout_s <= 86400:
+            raise ConfigError(f"step_timeout_s is {shown(self.step_timeout_s)}; it must be in (0, 86400] seconds")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}; "

@@ -7,13 +7,14 @@ values reach the host later, through `StepResult`. Steps run in the order they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from qwen_engine.config import ModelConfig
+from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.layers.attention import AttentionMetadata
 from qwen_engine.layers.sampler import SamplingTables, SlotSampling, TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
@@ -53,8 +54,11 @@ class StepResult:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> StepOutput:
+    def wait(self, check: Callable[[], None] | None = None) -> StepOutput:
+        """The values, once they are on the host. `check` is called while waiting; what it raises ends the wait."""
         if self._event is not None:
+            while check is not None and not self._event.query():
+                check()
             self._event.synchronize()
         token_ids = self._token_ids.tolist()
         logprobs: list[PositionLogprobs | None] | None = None
@@ -100,6 +104,7 @@ class ModelRunner:
         model: Qwen3Model,
         config: ModelConfig,
         *,
+        tp: TPGroup,
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
@@ -108,6 +113,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.config = config
+        self.tp = tp
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
@@ -194,16 +200,20 @@ class ModelRunner:
             return torch.empty(0, dtype=torch.int64, device=self.device), None
         device_rows, device_slots, device_positions = self._to_device(np.stack((rows, slots, positions))).unbind(0)
         logits = self.model.logits(hidden[device_rows])
-        token_ids = self.sampling.sample(
-            logits,
-            slots=slots,
-            device_slots=device_slots,
-            positions=device_positions,
-            token_table=self.token_table,
-        )
+        if self.tp.rank == 0:
+            token_ids = self.sampling.sample(
+                logits,
+                slots=slots,
+                device_slots=device_slots,
+                positions=device_positions,
+                token_table=self.token_table,
+            )
+        else:
+            token_ids = torch.empty_like(device_rows)
+        self.tp.broadcast(token_ids)
         self.token_table[device_slots, device_positions] = token_ids.to(torch.int32)
         asked = self.sampling.logprob_rows(slots)
-        if not len(asked):
+        if not len(asked) or self.tp.rank:
             return token_ids, None
         device_asked = self._to_device(asked)
         num_top = self.sampling.num_logprobs(slots[asked])
@@ -228,6 +238,8 @@ class ModelRunner:
                 high = min(low + PROMPT_LOGPROB_ROWS, stop)
                 offset = int(first[row]) - start
                 logits = self.model.logits(hidden[offset + low : offset + high])
+                if self.tp.rank:
+                    continue  # only there to give its part of the logits
                 token_ids = self.token_table[slot, low + 1 : high + 1].to(torch.int64)
                 values = top_logprobs(logits, token_ids, num_top)
                 parts.append(_HostLogprobs(token_ids, values, [num_top] * (high - low)))

@@ -1,0 +1,130 @@
+"""Rank 0's hands: executes a plan on its own shard and on every worker rank.
+
+With one rank there are no processes, no sockets and no messages. The engine core is the only caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from qwen_engine.distributed.tp_group import TPGroup, open_store
+from qwen_engine.distributed.tp_group import connect as connect_ranks
+from qwen_engine.engine.channel import open_publisher
+from qwen_engine.engine.model_runner import StepOutput
+from qwen_engine.engine.rank import RankSetup
+from qwen_engine.engine.worker import STOP
+from qwen_engine.engine.worker_group import WorkerGroup
+from qwen_engine.errors import EngineDeadError
+from qwen_engine.scheduling.plan_codec import encode_plan
+from qwen_engine.scheduling.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+START_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 3600.0
+
+
+class Executor:
+    """All ranks of an engine, loaded and with their KV caches allocated. `num_kv_blocks` is the minimum over ranks."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
+        self._workers: WorkerGroup | None = None
+        self._publisher = None
+        self._tp = TPGroup()
+        try:
+            if setup.config.tensor_parallel_size == 1:
+                self._runner = setup.load_runner(self._tp)
+                self.num_kv_blocks = setup.num_kv_blocks(self._runner)
+            else:
+                self._start_ranks()
+            self._runner.allocate_kv_cache(self.num_kv_blocks)
+            if self._workers is not None:
+                self._wait_for_keys("ready", LOAD_TIMEOUT_S)
+        except BaseException:
+            self.close(timeout_s=0.0)
+            raise
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Runs a step on all ranks. Raises EngineDeadError if a rank fails or the step does not end in time."""
+        if self._workers is None:
+            return self._runner.execute(plan).wait()
+        self._workers.check()
+        try:
+            with self._workers.step_deadline(self._setup.config.step_timeout_s):
+                self._publisher.publish(encode_plan(plan), check=self._workers.check)
+                return self._runner.execute(plan).wait(self._workers.check)
+        except EngineDeadError:
+            self._tp.abort()
+            raise
+        except RuntimeError as error:
+            self._workers.raise_failure(error)
+            raise
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stops the workers and frees this rank's memory; safe to call twice."""
+        self._runner = None
+        if self._workers is not None:
+            if self._publisher is not None and self._workers.failure is None and timeout_s > 0:
+                self._publisher.publish(STOP)
+            self._workers.close(timeout_s)
+            self._workers = None
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        self._tp = TPGroup()
+        self._store = None
+        if self._setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _start_ranks(self) -> None:
+        setup = self._setup
+        size = setup.config.tensor_parallel_size
+        self._store = open_store(size)
+        self._workers = WorkerGroup(setup, store_host=self._store.host, store_port=self._store.port)
+        self._publisher = open_publisher("ring", num_subscribers=size - 1)
+        self._store.set("channel", self._publisher.address)
+        self._wait_for_keys("started", START_TIMEOUT_S)
+        timeout_s = setup.config.step_timeout_s
+        self._tp = self._watched(
+            lambda: connect_ranks(self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s)
+        )
+        self._runner = setup.load_runner(self._tp)
+        blocks = self._watched(lambda: setup.num_kv_blocks(self._runner))
+        self._wait_for_keys("kv_blocks", LOAD_TIMEOUT_S)
+        others = [int(self._store.get(f"kv_blocks/{rank}")) for rank in range(1, size)]
+        self.num_kv_blocks = min(blocks, *others)
+        self._store.set("num_kv_blocks", str(self.num_kv_blocks))
+
+    def _wait_for_keys(self, name: str, timeout_s: float) -> None:
+        """Waits until every worker has set `name/rank` in the store."""
+        keys = [f"{name}/{rank}" for rank in range(1, self._setup.config.tensor_parallel_size)]
+        self._workers.wait_for(lambda: self._store.check(keys), timeout_s, f"waiting for all ranks to be {name}")
+
+    def _watched(self, call: Callable[[], T]) -> T:
+        """Runs a call that may wait for other ranks inside C++, and gives up on it when a worker fails."""
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:  # handed to the caller below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self._workers.check()
+            thread.join(0.01)
+        if errors:
+            if isinstance(errors[0], RuntimeError):
+                self._workers.raise_failure(errors[0])
+            raise errors[0]
+        return results[0]

@@ -1,0 +1,152 @@
+"""What every rank does before the first step: choose a device, load its shard, find out how much KV it can hold."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qwen_engine.config import EngineConfig, ModelConfig
+from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.engine import memory
+from qwen_engine.engine.model_runner import ModelRunner
+from qwen_engine.errors import ConfigError
+from qwen_engine.models.qwen3 import Qwen3Model
+from qwen_engine.models.weights import fill_dummy_weights, load_weights, sharding_table
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """The engine's options with everything "auto" decided, as one rank sees them. Equal on all ranks but `device`."""
+
+    config: EngineConfig
+    model_folder: Path
+    model_config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+
+    @classmethod
+    def resolve(
+        cls, config: EngineConfig, model_folder: Path, model_config: ModelConfig, *, local_rank: int = 0
+    ) -> RankSetup:
+        """Raises ConfigError if the options do not fit the machine or the model."""
+        size = config.tensor_parallel_size
+        device = resolve_device(config.device, local_rank=local_rank, num_ranks=size)
+        sharding_table(model_config, TPGroup(0, size))  # raises if the model cannot be split so
+        return cls(
+            config=config,
+            model_folder=model_folder,
+            model_config=model_config,
+            device=device,
+            dtype=resolve_dtype(config.dtype, model_config, device),
+            max_model_len=_max_model_len(config, model_config),
+        )
+
+    def load_runner(self, tp: TPGroup) -> ModelRunner:
+        """This rank's model with its weights, and empty slot tables; the KV cache comes later."""
+        config, model_config = self.config, self.model_config
+        num_elements = sum(
+            shard.length * _product(shard.shape) // shard.shape[shard.dim] for shard in sharding_table(model_config, tp)
+        )
+        available = _available_bytes(self.device)
+        memory.check_weights_fit(num_elements * memory.dtype_bytes(self.dtype), available, self.device)
+        model = Qwen3Model(model_config, tp=tp, max_model_len=self.max_model_len, dtype=self.dtype, device=self.device)
+        if config.load_format == "dummy":
+            fill_dummy_weights(model, config.seed + tp.rank)
+        else:
+            load_weights(model, model_config, self.model_folder, tp)
+        return ModelRunner(
+            model,
+            model_config,
+            tp=tp,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=config.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def num_kv_blocks(self, runner: ModelRunner) -> int:
+        """KV blocks this rank has room for. Raises ConfigError if there is none."""
+        config = self.config
+        kv_bytes = config.kv_cache_bytes
+        if kv_bytes is None and self.device.type == "cuda":
+            activation_bytes = runner.profile(
+                max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            )
+            torch.cuda.empty_cache()
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            kv_bytes = memory.gpu_kv_bytes(
+                free_bytes=free_bytes,
+                total_bytes=total_bytes,
+                activation_bytes=activation_bytes,
+                utilization=config.gpu_memory_utilization,
+            )
+        elif kv_bytes is None:
+            kv_bytes = memory.cpu_kv_bytes(memory.available_host_bytes())
+        return memory.num_kv_blocks(
+            config,
+            kv_bytes=kv_bytes,
+            bytes_per_token=self.model_config.kv_bytes_per_token(
+                memory.dtype_bytes(self.dtype), config.tensor_parallel_size
+            ),
+            max_model_len=self.max_model_len,
+        )
+
+
+def resolve_device(name: str, *, local_rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """One of "auto", "cpu", "cuda" and "cuda:N" → a device that exists. Raises ConfigError.
+
+    With several ranks on one host, rank r takes the r-th GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but no CUDA GPU is available; use device='cpu'")
+    if num_ranks > 1 and index:
+        raise ConfigError(f"device is {name!r} with {num_ranks} ranks; use 'cuda', rank r takes GPU r")
+    number = int(index) if index else local_rank
+    if number >= torch.cuda.device_count():
+        raise ConfigError(f"GPU {number} is needed, but this machine has {torch.cuda.device_count()} GPUs, from cuda:0")
+    return torch.device("cuda", number)
+
+
+def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype "auto" is the checkpoint's on a GPU; on a CPU it is float32, which is both faster and exact there."""
+    if name == "auto":
+        name = model.dtype if device.type == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_context_tokens
+    if config.max_model_len > model.max_context_tokens:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; this checkpoint's positions go up to {model.max_context_tokens} "
+            "(longer contexts need YaRN rope_scaling in config.json)"
+        )
+    return config.max_model_len
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return memory.available_host_bytes()
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

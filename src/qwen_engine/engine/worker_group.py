@@ -1,0 +1,193 @@
+"""The worker processes of one engine, and the watch over them.
+
+One thread starts the workers, so that their parent-death signal is tied to it, and then looks after them until `close`:
+it notices within a fraction of a second when one ends, reads the reason it gave, and enforces the deadline of a step.
+On the first fault it records `failure` and kills all workers, which also breaks every collective that waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from qwen_engine.engine.rank import RankSetup
+from qwen_engine.engine.worker import WorkerSpec, spec_line
+from qwen_engine.errors import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_REASON_WAIT_S = 0.5  # how long the reason of a worker that ended may take to arrive
+_STACKS_WAIT_S = 0.5
+
+
+@dataclasses.dataclass(slots=True)
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    status_fd: int
+
+
+class WorkerGroup:
+    """Ranks 1 to N-1 of an engine, as child processes of this one."""
+
+    def __init__(self, setup: RankSetup, *, store_host: str, store_port: int) -> None:
+        self.failure: str | None = None
+        """Why the engine cannot go on; None while all is well."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called once, in the watching thread, after the workers have been killed."""
+        self._setup = setup
+        self._store = (store_host, store_port)
+        self._workers: list[_Worker] = []
+        self._deadline: float | None = None
+        self._closing = threading.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="qwen-engine-workers", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raises EngineDeadError once a worker has failed."""
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Waits until `condition` holds. Raises EngineDeadError when a worker fails first or time runs out."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self.check()
+            if time.monotonic() > deadline:
+                self._fail(f"{what} took longer than {timeout_s:.0f} s")
+            time.sleep(0.005)
+
+    def raise_failure(self, error: Exception) -> None:
+        """A collective of this rank broke: raises with the worker's reason, or with `error` if no worker failed."""
+        deadline = time.monotonic() + 2.0
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.failure is None:
+            self._fail(f"rank 0 failed ({type(error).__name__}: {error})")
+        raise EngineDeadError(self.failure) from error
+
+    @contextlib.contextmanager
+    def step_deadline(self, timeout_s: float):  # noqa: ANN201
+        """While the block runs longer than `timeout_s`, the step counts as hanging."""
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            yield
+        finally:
+            self._deadline = None
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Waits for workers that were told to stop, kills the rest. Nothing of the group is left afterwards."""
+        deadline = time.monotonic() + timeout_s
+        self._closing.set()
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                os.close(worker.status_fd)
+            with contextlib.suppress(OSError):
+                worker.process.stdin.close()
+        self._workers.clear()
+
+    def _run(self) -> None:
+        try:
+            for rank in range(1, self._setup.config.tensor_parallel_size):
+                self._workers.append(self._start(rank))
+        except OSError as error:
+            self._fail(f"worker process could not be started ({error})")
+        self._started.set()
+        while not self._closing.is_set() and self.failure is None:
+            readable, _, _ = select.select([worker.status_fd for worker in self._workers], [], [], _POLL_S)
+            for worker in self._workers:
+                if worker.status_fd in readable or worker.process.poll() is not None:
+                    self._fail_of(worker)
+                    break
+            deadline = self._deadline
+            if deadline is not None and time.monotonic() > deadline:
+                self._dump_stacks()
+                timeout_s = self._setup.config.step_timeout_s
+                self._fail(f"a step took longer than step_timeout_s = {timeout_s:g} s; the stacks are in the log")
+
+    def _start(self, rank: int) -> _Worker:
+        read_fd, write_fd = os.pipe()
+        spec = WorkerSpec(
+            config=dataclasses.asdict(self._setup.config),
+            model_folder=str(self._setup.model_folder),
+            rank=rank,
+            store_host=self._store[0],
+            store_port=self._store[1],
+            status_fd=write_fd,
+            parent_pid=os.getpid(),
+            log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qwen_engine.engine.worker"],
+            stdin=subprocess.PIPE,
+            stdout=2,  # whatever a library prints belongs with the logs, not in the program's output
+            pass_fds=(write_fd,),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        os.close(write_fd)
+        process.stdin.write(spec_line(spec))
+        process.stdin.flush()
+        return _Worker(rank, process, read_fd)
+
+    def _fail_of(self, worker: _Worker) -> None:
+        """The worker has ended or is about to; finds out why."""
+        data = b""
+        deadline = time.monotonic() + _REASON_WAIT_S
+        while not data.endswith(b"\n") and time.monotonic() < deadline:
+            readable, _, _ = select.select([worker.status_fd], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(worker.status_fd, 65536) if readable else b""
+            data += part
+            if not part:
+                break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_REASON_WAIT_S)
+        if data.endswith(b"\n"):
+            reason = json.loads(data)["error"]
+        else:
+            code = worker.process.returncode
+            reason = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        self._fail(f"rank {worker.rank} died ({reason})")
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+            if not self._closing.is_set():
+                logger.error("%s", reason)
+            self._kill()
+            self.on_failure()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+
+    def _dump_stacks(self) -> None:
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.process.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(OSError, ValueError):  # stderr may not be a real file
+            faulthandler.dump_traceback(all_threads=True)
+        time.sleep(_STACKS_WAIT_S)
