@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
@@ -51,7 +53,7 @@ class TPGroup:
 
 
 def connect(
-    store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float, host: str = "127.0.0.1"
+    store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float, host: str = LOOPBACK
 ) -> TPGroup:
     """Joins the group of `size` ranks that share `store`: NCCL between GPUs, gloo between CPUs.
 
@@ -72,10 +74,10 @@ def connect(
     return TPGroup(rank, size, group)
 
 
-def open_store(size: int, host: str = "127.0.0.1") -> dist.TCPStore:
-    """A key-value store that ranks meet at, on a port the system chooses, listening on `host` alone."""
-    listener = socket.create_server((host, 0), backlog=size)
+def open_store(size: int) -> dist.TCPStore:
+    """A key-value store that the ranks of this host meet at: on a port the system chooses, listening on loopback."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=size)
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )

@@ -6,6 +6,7 @@ Knows token ids only; text is the business of `output_processor`. Not thread-saf
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine.executor import Executor
 from qwen_engine.engine.rank import RankSetup
+from qwen_engine.engine.torchrun import TorchrunRank
+from qwen_engine.engine.worker import serve
 from qwen_engine.errors import EngineDeadError
 from qwen_engine.request import PositionLogprobs, Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager
@@ -42,7 +45,14 @@ class EngineCore:
         start = time.perf_counter()
         self.config = config
         self.model_config = model_config
-        self.setup = RankSetup.resolve(config, model_folder, model_config)
+        ranks = TorchrunRank.current()
+        self.setup = RankSetup.resolve(
+            config, model_folder, model_config, local_rank=0 if ranks is None else ranks.local_rank
+        )
+        if ranks is not None and ranks.rank > 0:
+            # Started by torchrun as a rank that does not drive: this process belongs to the engine until it ends.
+            serve(self.setup, ranks.open_store(), rank=ranks.rank)
+            sys.exit(0)
         self._executor: Executor | None = Executor(self.setup)
         num_blocks = self._executor.num_kv_blocks
         if num_blocks * config.block_size < self.max_model_len:

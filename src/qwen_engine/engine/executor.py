@@ -17,6 +17,7 @@ from qwen_engine.distributed.tp_group import connect as connect_ranks
 from qwen_engine.engine.channel import open_publisher
 from qwen_engine.engine.model_runner import StepOutput
 from qwen_engine.engine.rank import RankSetup
+from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import STOP
 from qwen_engine.engine.worker_group import WorkerGroup
 from qwen_engine.errors import EngineDeadError
@@ -37,6 +38,7 @@ class Executor:
         self._setup = setup
         self._workers: WorkerGroup | None = None
         self._publisher = None
+        self._store = None
         self._tp = TPGroup()
         try:
             if setup.config.tensor_parallel_size == 1:
@@ -84,14 +86,20 @@ class Executor:
             torch.cuda.empty_cache()
 
     def _start_ranks(self) -> None:
-        setup = self._setup
+        setup, ranks = self._setup, TorchrunRank.current()
         size = setup.config.tensor_parallel_size
-        self._store = open_store(size)
-        self._workers = WorkerGroup(setup, store_host=self._store.host, store_port=self._store.port)
-        self._publisher = open_publisher("ring", num_subscribers=size - 1)
+        if ranks is None:
+            self._store = open_store(size)
+            self._workers = WorkerGroup(setup, store_port=self._store.port)
+        else:
+            self._store = ranks.open_store()
+            self._workers = WorkerGroup(setup, store_port=None)
+        self._publisher = open_publisher(
+            "zmq" if ranks is not None and ranks.is_multi_host else "ring", num_subscribers=size - 1
+        )
         self._store.set("channel", self._publisher.address)
         self._wait_for_keys("started", START_TIMEOUT_S)
-        timeout_s = setup.config.step_timeout_s
+        timeout_s = 2 * setup.config.step_timeout_s  # the watch over the step comes first
         self._tp = self._watched(
             lambda: connect_ranks(self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s)
         )

@@ -12,6 +12,7 @@ from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine import memory
 from qwen_engine.engine.model_runner import ModelRunner
+from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.errors import ConfigError
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.models.weights import fill_dummy_weights, load_weights, sharding_table
@@ -36,6 +37,11 @@ class RankSetup:
     ) -> RankSetup:
         """Raises ConfigError if the options do not fit the machine or the model."""
         size = config.tensor_parallel_size
+        ranks = TorchrunRank.current()
+        if ranks is not None and ranks.size != size:
+            raise ConfigError(
+                f"torchrun started {ranks.size} ranks, but tensor_parallel_size is {size}; make them equal"
+            )
         device = resolve_device(config.device, local_rank=local_rank, num_ranks=size)
         sharding_table(model_config, TPGroup(0, size))  # raises if the model cannot be split so
         return cls(

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from qwen_engine.config import EngineConfig, ModelConfig
+from qwen_engine.distributed.tp_group import LOOPBACK
 from qwen_engine.distributed.tp_group import connect as connect_ranks
 from qwen_engine.engine import channel
 from qwen_engine.engine.rank import RankSetup
@@ -43,7 +44,6 @@ class WorkerSpec:
     config: dict[str, Any]
     model_folder: str
     rank: int
-    store_host: str
     store_port: int
     status_fd: int
     parent_pid: int
@@ -54,9 +54,7 @@ def serve(setup: RankSetup, store: dist.Store, *, rank: int) -> None:
     """Joins the group, loads, and executes plans until STOP. Raises whatever goes wrong."""
     size = setup.config.tensor_parallel_size
     store.set(f"started/{rank}", "1")
-    tp = connect_ranks(
-        store, rank=rank, size=size, device=setup.device, timeout_s=setup.config.step_timeout_s
-    )
+    tp = connect_ranks(store, rank=rank, size=size, device=setup.device, timeout_s=2 * setup.config.step_timeout_s)
     runner = setup.load_runner(tp)
     store.set(f"kv_blocks/{rank}", str(setup.num_kv_blocks(runner)))
     subscriber = channel.connect(store.get("channel").decode(), index=rank - 1)
@@ -70,7 +68,8 @@ def serve(setup: RankSetup, store: dist.Store, *, rank: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; rank 0 decides what it means
+    # Ctrl-C reaches every process of the terminal; what it means is for rank 0 to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     spec = WorkerSpec(**json.loads(sys.stdin.readline()))
@@ -84,7 +83,7 @@ def main() -> None:
         setup = RankSetup.resolve(
             EngineConfig(**spec.config), folder, ModelConfig.from_folder(folder), local_rank=spec.rank
         )
-        store = dist.TCPStore(spec.store_host, spec.store_port, setup.config.tensor_parallel_size, is_master=False)
+        store = dist.TCPStore(LOOPBACK, spec.store_port, setup.config.tensor_parallel_size, is_master=False)
         serve(setup, store, rank=spec.rank)
     except BaseException as error:
         if not isinstance(error, QwenEngineError):

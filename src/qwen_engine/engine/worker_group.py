@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.worker import WorkerSpec, spec_line
@@ -40,15 +40,17 @@ class _Worker:
 
 
 class WorkerGroup:
-    """Ranks 1 to N-1 of an engine, as child processes of this one."""
+    """Ranks 1 to N-1 of an engine, as child processes of this one.
 
-    def __init__(self, setup: RankSetup, *, store_host: str, store_port: int) -> None:
+    store_port: of the store on this host where the ranks meet; None when somebody else (torchrun) starts the ranks and
+    looks after them, so that only the deadline of a step is left to watch here.
+    """
+
+    def __init__(self, setup: RankSetup, *, store_port: int | None) -> None:
         self.failure: str | None = None
         """Why the engine cannot go on; None while all is well."""
-        self.on_failure: Callable[[], None] = lambda: None
-        """Called once, in the watching thread, after the workers have been killed."""
         self._setup = setup
-        self._store = (store_host, store_port)
+        self._store_port = store_port
         self._workers: list[_Worker] = []
         self._deadline: float | None = None
         self._closing = threading.Event()
@@ -82,7 +84,7 @@ class WorkerGroup:
         raise EngineDeadError(self.failure) from error
 
     @contextlib.contextmanager
-    def step_deadline(self, timeout_s: float):  # noqa: ANN201
+    def step_deadline(self, timeout_s: float) -> Iterator[None]:
         """While the block runs longer than `timeout_s`, the step counts as hanging."""
         self._deadline = time.monotonic() + timeout_s
         try:
@@ -109,8 +111,9 @@ class WorkerGroup:
 
     def _run(self) -> None:
         try:
-            for rank in range(1, self._setup.config.tensor_parallel_size):
-                self._workers.append(self._start(rank))
+            if self._store_port is not None:
+                for rank in range(1, self._setup.config.tensor_parallel_size):
+                    self._workers.append(self._start(rank, self._store_port))
         except OSError as error:
             self._fail(f"worker process could not be started ({error})")
         self._started.set()
@@ -126,14 +129,13 @@ class WorkerGroup:
                 timeout_s = self._setup.config.step_timeout_s
                 self._fail(f"a step took longer than step_timeout_s = {timeout_s:g} s; the stacks are in the log")
 
-    def _start(self, rank: int) -> _Worker:
+    def _start(self, rank: int, store_port: int) -> _Worker:
         read_fd, write_fd = os.pipe()
         spec = WorkerSpec(
             config=dataclasses.asdict(self._setup.config),
             model_folder=str(self._setup.model_folder),
             rank=rank,
-            store_host=self._store[0],
-            store_port=self._store[1],
+            store_port=store_port,
             status_fd=write_fd,
             parent_pid=os.getpid(),
             log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
@@ -175,7 +177,6 @@ class WorkerGroup:
             if not self._closing.is_set():
                 logger.error("%s", reason)
             self._kill()
-            self.on_failure()
 
     def _kill(self) -> None:
         for worker in self._workers:

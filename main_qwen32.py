@@ -1,0 +1,65 @@
+"""Qwen3-32B on two GPUs: completes prompts and prints the speed.
+
+python main_qwen32.py                                          starts its ranks itself
+torchrun --nproc-per-node 2 main_qwen32.py                     uses torchrun's
+python main_qwen32.py --model demo --device cpu                two ranks on the CPU, the embedded demo model
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from qwen_engine import LLM, SamplingParams
+from qwen_engine.errors import QwenEngineError
+
+DEFAULT_PROMPTS = ["The Zen of Python", "def mean(data):"]
+HINT = "without two GPUs or the weights, try: python main_qwen32.py --model demo --device cpu"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Qwen/Qwen3-32B", help="folder, repository or 'demo'")
+    ranks = int(os.environ.get("WORLD_SIZE", "2"))
+    parser.add_argument("--tensor-parallel-size", type=int, default=ranks, help="ranks (default: 2, or torchrun's)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--load-format", default="auto", help="'dummy' fills random weights: no download, no sense")
+    parser.add_argument("--max-model-len", type=int, help="most tokens of prompt + output")
+    parser.add_argument("--prompt", action="append", help="text to complete; may be given several times")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    options = {"device": args.device, "load_format": args.load_format, "max_model_len": args.max_model_len}
+    with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, **options) as llm:
+        print(f"ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        prompts = args.prompt or DEFAULT_PROMPTS
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
+    for prompt, output in zip(prompts, outputs):
+        print(f"{prompt}{output['text']}\n")
+    first_token_s = max(output.metrics.first_token_s for output in outputs)
+    decode_s = max(output.metrics.finished_s for output in outputs) - first_token_s
+    num_decoded = sum(len(output["token_ids"]) - 1 for output in outputs)
+    speed = f", {num_decoded / decode_s:.1f} tok/s" if num_decoded and decode_s > 0 else ""
+    print(f"first token {first_token_s:.3f} s{speed}", file=sys.stderr)
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        run(args)
+    except QwenEngineError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}\n{HINT}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
