@@ -51,7 +51,7 @@ class EngineCore:
         )
         if ranks is not None and ranks.rank > 0:
             # Started by torchrun as a rank that does not drive: this process belongs to the engine until it ends.
-            serve(self.setup, ranks.open_store(), rank=ranks.rank)
+            serve(self.setup, ranks.open_store(), rank=ranks.rank, host=ranks.host)
             sys.exit(0)
         self._executor: Executor | None = Executor(self.setup)
         num_blocks = self._executor.num_kv_blocks

@@ -6,13 +6,14 @@ With one rank there are no processes, no sockets and no messages. The engine cor
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from qwen_engine.distributed.tp_group import TPGroup, open_store
+from qwen_engine.distributed.tp_group import LOOPBACK, TPGroup, open_store
 from qwen_engine.distributed.tp_group import connect as connect_ranks
 from qwen_engine.engine.channel import open_publisher
 from qwen_engine.engine.model_runner import StepOutput
@@ -29,6 +30,36 @@ T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 3600.0
+
+
+class _DeferredInterrupt:
+    """Holds back the first Ctrl-C while ranks are in a step, so that it cannot tear them apart.
+
+    A second one goes through at once, for a step that hangs. Only the main thread gets signals, so only there it acts.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+        self._handler: Any = None
+
+    def __enter__(self) -> _DeferredInterrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._handler)
+
+    def deliver(self) -> None:
+        """Raises what was held back."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _take(self, *_: object) -> None:
+        if self._came:
+            raise KeyboardInterrupt
+        self._came = True
 
 
 class Executor:
@@ -59,15 +90,18 @@ class Executor:
             return self._runner.execute(plan).wait()
         self._workers.check()
         try:
-            with self._workers.step_deadline(self._setup.config.step_timeout_s):
-                self._publisher.publish(encode_plan(plan), check=self._workers.check)
-                return self._runner.execute(plan).wait(self._workers.check)
-        except EngineDeadError:
+            with _DeferredInterrupt() as interrupt, self._workers.step_deadline(self._setup.config.step_timeout_s):
+                self._publisher.publish(encode_plan(plan))
+                output = self._runner.execute(plan).wait(self._workers.check)
+        except BaseException as error:
+            # Whatever it was, the ranks no longer stand at the same step.
+            reason = self._workers.fail_with(error)
             self._tp.abort()
-            raise
-        except RuntimeError as error:
-            self._workers.raise_failure(error)
-            raise
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise EngineDeadError(reason) from error
+        interrupt.deliver()
+        return output
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stops the workers and frees this rank's memory; safe to call twice."""
@@ -94,14 +128,14 @@ class Executor:
         else:
             self._store = ranks.open_store()
             self._workers = WorkerGroup(setup, store_port=None)
-        self._publisher = open_publisher(
-            "zmq" if ranks is not None and ranks.is_multi_host else "ring", num_subscribers=size - 1
-        )
+        host = LOOPBACK if ranks is None else ranks.host
+        kind = "ring" if host == LOOPBACK else "zmq"
+        self._publisher = open_publisher(kind, num_subscribers=size - 1, check=self._workers.check, interface=host)
         self._store.set("channel", self._publisher.address)
         self._wait_for_keys("started", START_TIMEOUT_S)
         timeout_s = 2 * setup.config.step_timeout_s  # the watch over the step comes first
         self._tp = self._watched(
-            lambda: connect_ranks(self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s)
+            lambda: connect_ranks(self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s, host=host)
         )
         self._runner = setup.load_runner(self._tp)
         blocks = self._watched(lambda: setup.num_kv_blocks(self._runner))
@@ -133,6 +167,6 @@ class Executor:
             thread.join(0.01)
         if errors:
             if isinstance(errors[0], RuntimeError):
-                self._workers.raise_failure(errors[0])
+                raise EngineDeadError(self._workers.fail_with(errors[0])) from errors[0]
             raise errors[0]
         return results[0]

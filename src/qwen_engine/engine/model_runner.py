@@ -7,14 +7,18 @@ values reach the host later, through `StepResult`. Steps run in the order they a
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.attention import AttentionMetadata
 from qwen_engine.layers.sampler import SamplingTables, SlotSampling, TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
@@ -110,8 +114,10 @@ class ModelRunner:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        check_agreement: bool = False,
     ) -> None:
         self.model = model
+        self.check_agreement = check_agreement
         self.config = config
         self.tp = tp
         self.device = device
@@ -175,6 +181,10 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Launches a step. Nothing here waits for the device."""
+        with self._on_device():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._apply_deltas(plan)
         slots = np.array(plan.slots, dtype=np.int64)
         counts = np.array(plan.num_tokens, dtype=np.int64)
@@ -188,9 +198,19 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(hidden, slots, starts, ends, first=last - counts + 1)
         sampled_slots = slots[sampling_rows]
         token_ids, logprobs = self._sample(hidden, last[sampling_rows], sampled_slots, ends[sampling_rows])
+        if self.check_agreement:
+            self._check_agreement(plan, starts, token_ids)
         self._num_computed[slots] = ends
         self._num_tokens[sampled_slots] += 1
         return StepResult(token_ids, logprobs, prompt_logprobs)
+
+    def _check_agreement(self, plan: StepPlan, starts: np.ndarray, token_ids: torch.Tensor) -> None:
+        """Raises QwenEngineError if the ranks differ in the rows they computed or the tokens they hold."""
+        seen = (plan.step, plan.slots, plan.num_tokens, starts.tolist(), token_ids.tolist())
+        digest = torch.tensor([zlib.crc32(repr(seen).encode())], device=self.device)
+        digests = self.tp.all_gather_last_dim(digest).tolist()
+        if len(set(digests)) > 1:
+            raise QwenEngineError(f"ranks disagree about step {plan.step}: digests of rows and tokens are {digests}")
 
     def _sample(
         self, hidden: torch.Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
@@ -314,6 +334,10 @@ class ModelRunner:
             max_query_len=int(counts[num_decodes:].max(initial=0)) if num_chunks else 0,
             max_chunk_len=int(ends[num_decodes:].max(initial=0)),
         )
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Kernels are launched on the current CUDA device, which need not be this rank's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _scatter(self, table: torch.Tensor, flat_indices: np.ndarray, values: np.ndarray) -> None:
         """table.view(-1)[flat_indices] = values, from the host, in two copies."""

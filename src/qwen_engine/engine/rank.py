@@ -75,6 +75,7 @@ class RankSetup:
             block_size=config.block_size,
             dtype=self.dtype,
             device=self.device,
+            check_agreement=config.debug_checks and tp.size > 1,
         )
 
     def num_kv_blocks(self, runner: ModelRunner) -> int:

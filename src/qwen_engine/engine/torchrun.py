@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+from qwen_engine.distributed.tp_group import LOOPBACK
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _engines = itertools.count()
@@ -26,6 +29,15 @@ class TorchrunRank:
     @property
     def is_multi_host(self) -> bool:
         return self.local_size < self.size
+
+    @property
+    def host(self) -> str:
+        """This host's address as the other hosts see it; loopback when there are none."""
+        if not self.is_multi_host:
+            return LOOPBACK
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.master_host, self.master_port))  # sends nothing; picks the route
+            return probe.getsockname()[0]
 
     @classmethod
     def current(cls) -> TorchrunRank | None:

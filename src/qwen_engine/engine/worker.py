@@ -50,11 +50,16 @@ class WorkerSpec:
     log_level: int
 
 
-def serve(setup: RankSetup, store: dist.Store, *, rank: int) -> None:
-    """Joins the group, loads, and executes plans until STOP. Raises whatever goes wrong."""
+def serve(setup: RankSetup, store: dist.Store, *, rank: int, host: str = LOOPBACK) -> None:
+    """Joins the group, loads, and executes plans until STOP. Raises whatever goes wrong.
+
+    host: this machine's address for sockets between ranks.
+    """
     size = setup.config.tensor_parallel_size
     store.set(f"started/{rank}", "1")
-    tp = connect_ranks(store, rank=rank, size=size, device=setup.device, timeout_s=2 * setup.config.step_timeout_s)
+    tp = connect_ranks(
+        store, rank=rank, size=size, device=setup.device, timeout_s=2 * setup.config.step_timeout_s, host=host
+    )
     runner = setup.load_runner(tp)
     store.set(f"kv_blocks/{rank}", str(setup.num_kv_blocks(runner)))
     subscriber = channel.connect(store.get("channel").decode(), index=rank - 1)

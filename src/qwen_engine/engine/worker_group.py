@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _REASON_WAIT_S = 0.5  # how long the reason of a worker that ended may take to arrive
 _STACKS_WAIT_S = 0.5
+_BLAME_WAIT_S = 1.0  # a broken collective is noticed before the death that broke it
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,14 +75,15 @@ class WorkerGroup:
                 self._fail(f"{what} took longer than {timeout_s:.0f} s")
             time.sleep(0.005)
 
-    def raise_failure(self, error: Exception) -> None:
-        """A collective of this rank broke: raises with the worker's reason, or with `error` if no worker failed."""
-        deadline = time.monotonic() + 2.0
-        while self.failure is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if self.failure is None:
-            self._fail(f"rank 0 failed ({type(error).__name__}: {error})")
-        raise EngineDeadError(self.failure) from error
+    def fail_with(self, error: BaseException) -> str:
+        """This rank's step broke off: ends the engine and returns why. A worker that died is the likelier reason."""
+        if isinstance(error, RuntimeError):
+            deadline = time.monotonic() + _BLAME_WAIT_S
+            while self.failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        self._fail(f"rank 0 failed ({type(error).__name__}: {error})" if str(error) else "rank 0 was interrupted")
+        assert self.failure is not None
+        return self.failure
 
     @contextlib.contextmanager
     def step_deadline(self, timeout_s: float) -> Iterator[None]:
