@@ -129,7 +129,7 @@ def test_plans_of_a_real_scheduler_come_back_equal() -> None:
     scheduler = Scheduler(
         BlockManager(num_blocks=8, block_size=4),
         max_num_seqs=4,
-        max_num_batched_tokens=16,
+        max_num_batched_tokens=64,
         max_model_len=32,
         vocab_size=100,
     )
