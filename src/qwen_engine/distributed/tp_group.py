@@ -50,9 +50,7 @@ class TPGroup:
     def abort(self) -> None:
         """Ends collectives that wait for a dead rank. The group cannot be used afterwards."""
         if self.process_group is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # gloo of some torch versions cannot; its sockets close by themselves
+            with contextlib.suppress(RuntimeError):  # not every gloo can; there the dead rank's sockets end the wait
                 self.process_group.abort()
 
 

@@ -1,0 +1,147 @@
+"""Several ranks over gloo on the CPU give the tokens of one rank, for every feature of the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import random_prompt
+
+from qwen_engine import LLM, SamplingParams
+from qwen_engine.errors import ConfigError, EngineDeadError
+
+PROMPTS = [random_prompt(length) for length in (1, 15, 16, 17, 40, 83, 120)]
+SHARED = random_prompt(64, seed=5)
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True, n=3),
+    SamplingParams(temperature=0.8, seed=2, top_k=20, top_p=0.9, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.2, max_tokens=24, ignore_eos=True, min_p=0.02),
+    SamplingParams(temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3),
+    SamplingParams(temperature=1.0, seed=5, logit_bias={5: 3.0}, allowed_token_ids=list(range(1, 200))),
+    SamplingParams(temperature=1.0, seed=6, stop_token_ids=list(range(120)), min_tokens=10, max_tokens=30),
+]
+TINY_POOL_TOKENS = 256
+
+
+def engine(folder: Path, **options) -> LLM:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "debug_checks": True, **options}
+    return LLM(folder, device="cpu", dtype="float32", skip_tokenizer_init=True, **options)
+
+
+def kv_bytes(tokens: int, ranks: int, kv_heads: int = 2) -> int:
+    """KV bytes per rank for a pool of `tokens` tokens of the tiny model in fp32."""
+    return tokens * 3 * 2 * max(1, kv_heads // ranks) * 32 * 4
+
+
+def run(llm: LLM) -> list:
+    """Everything the engine says about a workload: cold, then warm, then with a shared prefix."""
+    seen = []
+    with_prefix = [SHARED + prompt for prompt in PROMPTS]
+    for prompts in (PROMPTS, PROMPTS, with_prefix):
+        for out in llm.generate(prompts, PARAMS, use_tqdm=False):
+            logprobs = [sorted(row) for row in out.outputs[0].logprobs or []]
+            prompt_logprobs = [sorted(row) for row in out.prompt_logprobs or [] if row]
+            seen.append(
+                (
+                    [(s.token_ids, s.finish_reason) for s in out.outputs],
+                    out.num_cached_tokens,
+                    logprobs,
+                    prompt_logprobs,
+                )
+            )
+    return seen
+
+
+@pytest.fixture(scope="module")
+def expected(make_tiny_model):
+    with engine(make_tiny_model()) as llm:
+        return run(llm)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # 4 ranks share 2 KV heads: each is held twice
+def test_every_feature_gives_the_tokens_of_one_rank(ranks, make_tiny_model, expected):
+    with engine(make_tiny_model(), tensor_parallel_size=ranks) as llm:
+        assert run(llm) == expected
+
+
+def test_pre_01_preemption_in_a_tiny_pool_changes_nothing(make_tiny_model, expected):
+    pool = kv_bytes(TINY_POOL_TOKENS, 2)
+    with engine(make_tiny_model(), tensor_parallel_size=2, kv_cache_bytes=pool) as llm:
+        outputs = run(llm)
+        preemptions = llm._core.scheduler.num_preemptions
+    assert preemptions > 0
+    assert [entry[0] for entry in outputs] == [entry[0] for entry in expected]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ({"tie_word_embeddings": True}, 2),
+        ({"attention_bias": True}, 2),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 3),  # the vocabulary of 503 needs padding
+        ({"num_attention_heads": 8, "num_key_value_heads": 1}, 4),
+    ],
+    ids=["tied", "bias", "three_ranks", "one_kv_head"],
+)
+def test_other_shapes_give_the_tokens_of_one_rank(overrides, ranks, make_tiny_model):
+    folder = make_tiny_model(**overrides)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=20)
+    outputs = []
+    for size in (1, ranks):
+        with engine(folder, tensor_parallel_size=size) as llm:
+            outputs.append([out.outputs[0] for out in llm.generate(PROMPTS[:4], params, use_tqdm=False)])
+    for alone, sharded in zip(*outputs):
+        assert sharded.token_ids == alone.token_ids
+        for row, reference in zip(sharded.logprobs, alone.logprobs):
+            assert all(
+                value.logprob == pytest.approx(reference[token].logprob, abs=1e-4) for token, value in row.items()
+            )
+            assert max(row) < 503
+
+
+def test_tpw_04_a_split_that_cannot_work_is_refused_before_anything_starts(make_tiny_model):
+    with pytest.raises(ConfigError, match=r"4 heads and 2 KV heads cannot be split over 3 ranks"):
+        engine(make_tiny_model(), tensor_parallel_size=3)
+
+
+def test_mem_02_all_ranks_use_the_smallest_block_count(make_tiny_model, monkeypatch):
+    from qwen_engine.engine.rank import RankSetup
+
+    true_blocks = RankSetup.num_kv_blocks
+    monkeypatch.setattr(RankSetup, "num_kv_blocks", lambda self, runner: 2 * true_blocks(self, runner))  # rank 0 alone
+    pool = kv_bytes(TINY_POOL_TOKENS, 2)
+    with engine(make_tiny_model(), tensor_parallel_size=2, kv_cache_bytes=pool) as llm:
+        assert llm._core.scheduler.block_manager.num_blocks == TINY_POOL_TOKENS // 16
+        run(llm)
+
+
+def test_aborts_leave_all_ranks_in_step(make_tiny_model, expected):
+    with engine(make_tiny_model(), tensor_parallel_size=2) as llm:
+        stream = llm.stream(PROMPTS, PARAMS)
+        for _ in range(9):
+            next(stream)
+        stream.close()
+        llm._core.scheduler.check()
+        after = run(llm)
+    seeded = [index for index, params in enumerate(PARAMS) if params.seed is not None or params.is_greedy]
+    assert [after[index][0] for index in seeded] == [expected[index][0] for index in seeded]
+
+
+def test_ipc_02_two_engines_in_one_process_do_not_meet(make_tiny_model, expected):
+    folder = make_tiny_model()
+    with engine(folder, tensor_parallel_size=2) as first, engine(folder, tensor_parallel_size=2) as second:
+        assert run(first) == expected
+        assert run(second) == expected
+
+
+def test_debug_checks_notice_a_rank_that_computes_other_rows(make_tiny_model, monkeypatch):
+    with engine(make_tiny_model(), tensor_parallel_size=2) as llm:
+        llm.generate([PROMPTS[2]], PARAMS[0], use_tqdm=False)
+        runner = llm._core._executor._runner
+        execute = type(runner)._check_agreement
+        monkeypatch.setattr(
+            type(runner), "_check_agreement", lambda self, plan, starts, ids: execute(self, plan, starts + 1, ids)
+        )
+        with pytest.raises(EngineDeadError, match="ranks disagree about step"):
+            llm.generate([PROMPTS[2]], PARAMS[0], use_tqdm=False)
