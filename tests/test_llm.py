@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import linecache
 import sys
 import threading
 import time
@@ -457,7 +458,7 @@ def workload_alone(folder: Path) -> list[Any]:
         ({"kv_cache_bytes": 14 * BYTES_PER_BLOCK}, True),
         ({"kv_cache_bytes": 14 * BYTES_PER_BLOCK, "enable_prefix_caching": False}, True),
         ({"max_num_batched_tokens": 16}, False),
-        ({"max_num_batched_tokens": 19, "kv_cache_bytes": 16 * BYTES_PER_BLOCK, "max_num_seqs": 5}, True),
+        ({"max_num_batched_tokens": 19, "kv_cache_bytes": 13 * BYTES_PER_BLOCK, "max_num_seqs": 5}, True),
         ({"block_size": 8}, False),
         ({"block_size": 32, "max_num_batched_tokens": 50}, False),
         ({"block_size": 8, "kv_cache_bytes": 14 * BYTES_PER_BLOCK, "max_num_batched_tokens": 23}, True),
@@ -750,14 +751,18 @@ def test_two_engines_live_in_one_process(llm, make_tiny_model):
 
 @contextmanager
 def interrupted_at(line: int) -> Iterator[Callable[[], int]]:
-    """Raises KeyboardInterrupt at the n-th line the engine executes; yields a function that tells how many it was."""
+    """Raises KeyboardInterrupt at the n-th line the engine executes; yields a function that tells how many it was.
+
+    Lines of `with` and `try` are left out: tracing stops there outside of what they protect, where no signal is taken.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
         if "qwen_engine" not in frame.f_code.co_filename or "kernels" in frame.f_code.co_filename:
             return None
-        if event == "line":
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not source.startswith(("with ", "try:")):
             count += 1
             if count == line:
                 raise KeyboardInterrupt
