@@ -87,7 +87,7 @@ def test_chat_reads_lines_and_answers_each():
         (["--prompt", ""], ["prompt is empty"]),
         (["--max-model-len", "8", "--prompt", "one two three four five six seven eight nine"], ["max_model_len is 8"]),
         (["--kv-cache-bytes", "10"], ["KV cache", "10"]),
-        (["--tensor-parallel-size", "2"], ["tensor_parallel_size"]),
+        (["--tensor-parallel-size", "3"], ["8 heads", "3 ranks"]),
     ],
 )
 def test_bad_input_gives_one_line_and_exit_code_2(args, words, assert_one_line_error):

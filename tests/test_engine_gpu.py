@@ -113,7 +113,7 @@ def test_unwritten_kv_is_never_read(make_tiny_model):
     with engine(folder) as llm:
         expected = tokens_of(llm, prompts, params)
     with engine(folder, max_num_batched_tokens=33) as llm:
-        llm._core._runner.kv_cache.fill_(float("nan"))
+        llm._core._executor.runner.kv_cache.fill_(float("nan"))
         assert tokens_of(llm, prompts, params) == expected
 
 
@@ -125,7 +125,7 @@ def test_the_gpu_is_free_again_after_close_and_after_garbage_collection(make_tin
     before = torch.cuda.memory_allocated()
     llm = engine(folder)
     tokens_of(llm, [[1, 2, 3]], params)
-    assert torch.cuda.memory_allocated() >= before + llm._core._runner.kv_cache.nbytes
+    assert torch.cuda.memory_allocated() >= before + llm._core._executor.runner.kv_cache.nbytes
     del llm
     assert torch.cuda.memory_allocated() <= before
     with engine(folder) as llm:

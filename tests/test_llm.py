@@ -702,7 +702,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_dropped(folder, monkeypat
         next(cycle[0])
         cycle.append(cycle)
         del cycle
-        runner = llm._core._runner
+        runner = llm._core._executor.runner
         execute = runner.execute
 
         def collecting(plan: Any) -> Any:
@@ -801,7 +801,7 @@ def test_a_failed_step_ends_every_live_request_and_no_more(folder, monkeypatch):
         outer = llm.stream([5, 6], greedy(100))
         next(outer)
         with monkeypatch.context() as patch:
-            patch.setattr(llm._core._runner, "execute", lambda plan: 1 / 0)
+            patch.setattr(llm._core._executor.runner, "execute", lambda plan: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 one(llm, [7], greedy())
         *_, last = outer
@@ -875,7 +875,7 @@ def test_parameters_are_freed_without_a_garbage_collection(how, folder):
         stream = llm.stream([5, 6], greedy(50))
         next(stream)
         del stream
-        runner = llm._core._runner
+        runner = llm._core._executor.runner
         parts = [runner.model.embed_tokens.weight, runner.model.layers[0].mlp.down_proj.weight, runner.kv_cache]
         alive = [weakref.ref(part) for part in parts]
         engine = weakref.ref(llm)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwen_engine import LLM, EngineConfig
+from qwen_engine import LLM
 from qwen_engine.config import ModelConfig
-from qwen_engine.engine import core, memory
+from qwen_engine.engine import memory, rank
 from qwen_engine.errors import ConfigError
 
 GIB = 1 << 30
@@ -35,32 +35,28 @@ def test_mem_01_another_process_moves_the_pool_by_what_it_takes_and_no_more(chan
 def test_mem_01_too_little_is_never_negative_and_the_error_gives_both_amounts():
     assert kv_bytes(GIB) == 0
     assert kv_bytes(0, activations=TOTAL) == 0
-    config = EngineConfig(max_num_seqs=4)
     for available in (0, 147456 * 16 - 1):
         with pytest.raises(ConfigError, match=f"needs {147456 * 16} bytes, {available} are left"):
-            memory.num_kv_blocks(config, kv_bytes=available, bytes_per_token=147456, max_model_len=4096)
+            memory.num_kv_blocks(kv_bytes=available, bytes_per_token=147456, block_size=16)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64])
-def test_block_counts_fill_the_bytes_up_to_what_all_requests_can_use(block_size):
-    config = EngineConfig(max_num_seqs=4, block_size=block_size)
-
-    def blocks(kv_bytes: int, max_model_len: int = 1000) -> int:
-        return memory.num_kv_blocks(config, kv_bytes=kv_bytes, bytes_per_token=100, max_model_len=max_model_len)
-
+def test_block_counts_fill_the_bytes(block_size):
     block = 100 * block_size
-    assert blocks(block) == 1
-    assert blocks(10 * block - 1) == 9
-    assert blocks(10 * block) == 10
-    # Four requests of 1000 tokens: each rounds up to whole blocks.
-    assert blocks(10**12) == 4 * -(-1000 // block_size)
-    assert blocks(10**12, max_model_len=block_size) == 4
+    for kv_bytes, blocks in ((block, 1), (10 * block - 1, 9), (10 * block, 10), (10**12, 10**12 // block)):
+        assert memory.num_kv_blocks(kv_bytes=kv_bytes, bytes_per_token=100, block_size=block_size) == blocks
 
 
-def test_cpu_kv_is_a_quarter_of_what_is_available_at_most_4_gib():
-    assert memory.cpu_kv_bytes(100 * GIB) == 4 * GIB
-    assert memory.cpu_kv_bytes(4 * GIB) == GIB
+def test_cpu_kv_is_a_quarter_of_what_is_available_at_most_4_gib_and_what_requests_can_use():
+    assert memory.cpu_kv_bytes(available_bytes=100 * GIB, useful_bytes=100 * GIB) == 4 * GIB
+    assert memory.cpu_kv_bytes(available_bytes=4 * GIB, useful_bytes=100 * GIB) == GIB
+    assert memory.cpu_kv_bytes(available_bytes=100 * GIB, useful_bytes=1000) == 1000
     assert 0 < memory.available_host_bytes() < 2**50
+
+
+def test_a_cpu_pool_holds_every_running_request_at_full_length(tiny_model):
+    with LLM(tiny_model, device="cpu", skip_tokenizer_init=True, max_num_seqs=3, max_model_len=100) as llm:
+        assert llm._core.scheduler.block_manager.num_blocks >= 3 * -(-100 // 16)
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_amounts():
@@ -70,8 +66,8 @@ def test_weights_that_do_not_fit_are_refused_with_both_amounts():
 
 
 def test_a_model_larger_than_memory_is_refused_before_anything_is_allocated(make_tiny_model, monkeypatch):
-    monkeypatch.setattr(core.memory, "available_host_bytes", lambda: 1000)
-    monkeypatch.setattr(core, "Qwen3Model", None)
+    monkeypatch.setattr(rank.memory, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(rank, "Qwen3Model", None)
     with pytest.raises(ConfigError, match="not enough memory on cpu"):
         LLM(make_tiny_model(), device="cpu", skip_tokenizer_init=True)
 
@@ -94,7 +90,7 @@ def test_a_pool_below_the_context_length_is_said_in_a_warning(tiny_model, caplog
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_the_pool_has_the_bytes_that_were_asked_for(dtype, size, tiny_model):
     with LLM(tiny_model, device="cpu", skip_tokenizer_init=True, dtype=dtype, kv_cache_bytes=10**6) as llm:
-        pool = llm._core._runner.kv_cache
+        pool = llm._core._executor.runner.kv_cache
         block_bytes = ModelConfig.from_folder(tiny_model).kv_bytes_per_token(size) * 16
         assert pool.nbytes == llm._core.scheduler.block_manager.num_blocks * block_bytes
         assert 10**6 - block_bytes < pool.nbytes <= 10**6

@@ -138,7 +138,7 @@ def test_ipc_02_two_engines_in_one_process_do_not_meet(make_tiny_model, expected
 def test_debug_checks_notice_a_rank_that_computes_other_rows(make_tiny_model, monkeypatch):
     with engine(make_tiny_model(), tensor_parallel_size=2) as llm:
         llm.generate([PROMPTS[2]], PARAMS[0], use_tqdm=False)
-        runner = llm._core._executor._runner
+        runner = llm._core._executor.runner
         execute = type(runner)._check_agreement
         monkeypatch.setattr(
             type(runner), "_check_agreement", lambda self, plan, starts, ids: execute(self, plan, starts + 1, ids)

@@ -73,11 +73,11 @@ class Executor:
         self._tp = TPGroup()
         try:
             if setup.config.tensor_parallel_size == 1:
-                self._runner = setup.load_runner(self._tp)
-                self.num_kv_blocks = setup.num_kv_blocks(self._runner)
+                self.runner = setup.load_runner(self._tp)
+                self.num_kv_blocks = setup.num_kv_blocks(self.runner)
             else:
                 self._start_ranks()
-            self._runner.allocate_kv_cache(self.num_kv_blocks)
+            self.runner.allocate_kv_cache(self.num_kv_blocks)
             if self._workers is not None:
                 self._wait_for_keys("ready", LOAD_TIMEOUT_S)
         except BaseException:
@@ -87,12 +87,12 @@ class Executor:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Runs a step on all ranks. Raises EngineDeadError if a rank fails or the step does not end in time."""
         if self._workers is None:
-            return self._runner.execute(plan).wait()
+            return self.runner.execute(plan).wait()
         self._workers.check()
         try:
             with _DeferredInterrupt() as interrupt, self._workers.step_deadline(self._setup.config.step_timeout_s):
                 self._publisher.publish(encode_plan(plan))
-                output = self._runner.execute(plan).wait(self._workers.check)
+                output = self.runner.execute(plan).wait(self._workers.check)
         except BaseException as error:
             # Whatever it was, the ranks no longer stand at the same step.
             reason = self._workers.fail_with(error)
@@ -105,12 +105,13 @@ class Executor:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stops the workers and frees this rank's memory; safe to call twice."""
-        self._runner = None
+        self.runner = None
         if self._workers is not None:
             if self._publisher is not None and self._workers.failure is None and timeout_s > 0:
                 self._publisher.publish(STOP)
             self._workers.close(timeout_s)
             self._workers = None
+            self._tp.abort()  # an orderly end would wait for ranks that are gone
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -137,8 +138,8 @@ class Executor:
         self._tp = self._watched(
             lambda: connect_ranks(self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s, host=host)
         )
-        self._runner = setup.load_runner(self._tp)
-        blocks = self._watched(lambda: setup.num_kv_blocks(self._runner))
+        self.runner = setup.load_runner(self._tp)
+        blocks = self._watched(lambda: setup.num_kv_blocks(self.runner))
         self._wait_for_keys("kv_blocks", LOAD_TIMEOUT_S)
         others = [int(self._store.get(f"kv_blocks/{rank}")) for rank in range(1, size)]
         self.num_kv_blocks = min(blocks, *others)

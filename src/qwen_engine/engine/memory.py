@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from qwen_engine.config import EngineConfig
 from qwen_engine.errors import ConfigError
 
 GIB = 1 << 30
@@ -27,9 +26,12 @@ def gpu_kv_bytes(*, free_bytes: int, total_bytes: int, activation_bytes: int, ut
     return max(0, int(free_bytes - total_bytes * (1 - utilization) - activation_bytes))
 
 
-def cpu_kv_bytes(available_bytes: int) -> int:
-    """A quarter of the available memory, at most CPU_KV_BYTES."""
-    return min(CPU_KV_BYTES, available_bytes // 4)
+def cpu_kv_bytes(*, available_bytes: int, useful_bytes: int) -> int:
+    """A quarter of the available memory, at most CPU_KV_BYTES and what all running requests can use.
+
+    More would serve the prefix cache, as it does on a GPU; a CPU's memory has other users.
+    """
+    return min(CPU_KV_BYTES, available_bytes // 4, useful_bytes)
 
 
 def available_host_bytes() -> int:
@@ -51,17 +53,13 @@ def check_weights_fit(weight_bytes: int, available_bytes: int, device: torch.dev
         )
 
 
-def num_kv_blocks(config: EngineConfig, *, kv_bytes: int, bytes_per_token: int, max_model_len: int) -> int:
-    """Blocks that `kv_bytes` hold, at most what max_num_seqs full-length requests can use.
-
-    Raises ConfigError if not even one fits.
-    """
-    block_bytes = bytes_per_token * config.block_size
-    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    num_blocks = min(kv_bytes // block_bytes, useful)
+def num_kv_blocks(*, kv_bytes: int, bytes_per_token: int, block_size: int) -> int:
+    """Blocks that `kv_bytes` hold. Raises ConfigError if not even one fits."""
+    block_bytes = bytes_per_token * block_size
+    num_blocks = kv_bytes // block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            f"not enough memory for the KV cache: one block of {config.block_size} tokens needs {block_bytes} bytes, "
+            f"not enough memory for the KV cache: one block of {block_size} tokens needs {block_bytes} bytes, "
             f"{kv_bytes} are left; raise gpu_memory_utilization or kv_cache_bytes, or use a smaller model"
         )
     return num_blocks

@@ -81,6 +81,9 @@ class RankSetup:
     def num_kv_blocks(self, runner: ModelRunner) -> int:
         """KV blocks this rank has room for. Raises ConfigError if there is none."""
         config = self.config
+        bytes_per_token = self.model_config.kv_bytes_per_token(
+            memory.dtype_bytes(self.dtype), config.tensor_parallel_size
+        )
         kv_bytes = config.kv_cache_bytes
         if kv_bytes is None and self.device.type == "cuda":
             activation_bytes = runner.profile(
@@ -95,15 +98,11 @@ class RankSetup:
                 utilization=config.gpu_memory_utilization,
             )
         elif kv_bytes is None:
-            kv_bytes = memory.cpu_kv_bytes(memory.available_host_bytes())
-        return memory.num_kv_blocks(
-            config,
-            kv_bytes=kv_bytes,
-            bytes_per_token=self.model_config.kv_bytes_per_token(
-                memory.dtype_bytes(self.dtype), config.tensor_parallel_size
-            ),
-            max_model_len=self.max_model_len,
-        )
+            useful_tokens = config.max_num_seqs * (self.max_model_len + config.block_size)
+            kv_bytes = memory.cpu_kv_bytes(
+                available_bytes=memory.available_host_bytes(), useful_bytes=useful_tokens * bytes_per_token
+            )
+        return memory.num_kv_blocks(kv_bytes=kv_bytes, bytes_per_token=bytes_per_token, block_size=config.block_size)
 
 
 def resolve_device(name: str, *, local_rank: int = 0, num_ranks: int = 1) -> torch.device:
