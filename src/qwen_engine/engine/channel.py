@@ -40,6 +40,7 @@ from typing import Literal, Protocol, Self
 
 import msgpack
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from qwen_engine.errors import QwenEngineError
@@ -53,6 +54,8 @@ SPIN_S = 0.002
 """A wait looks without pause for this long. Above the driver's time between two plans of a busy small model."""
 MAX_SLEEP_S = 0.001
 CHECK_PERIOD_S = 0.02
+LINGER_S = 5.0
+"""ZMQ: how long closing a publisher may take to get what was published off this host."""
 TORN_LIMIT_S = 1.0
 """A slot whose checksum stays wrong for this long is damaged, not half visible."""
 
@@ -428,7 +431,7 @@ def _segment_shape(memory: mmap.mmap, token: bytes) -> dict[str, int]:
 
 _HELLO_LIMIT_BYTES = 1024
 _ENVELOPE = struct.Struct("<QQ")  # sequence, size
-_ZMQ_ADDRESS = re.compile(r"(tcp://[^?]+)\?key=([0-9a-f]{80})&token=([0-9a-f]{32})")
+_ZMQ_ADDRESS = re.compile(r"(tcp://[^?]+)\?key=([0-9a-f]{64})&token=([0-9a-f]{32})")
 
 
 class ZmqPublisher(_Closing):
@@ -457,7 +460,7 @@ class ZmqPublisher(_Closing):
             self._context.destroy(linger=0)
             raise ChannelError(f"cannot listen on interface {interface!r}: {error}") from error
         endpoint = socket.last_endpoint.decode().rstrip("\0")
-        self.address = f"{endpoint}?key={public_key.hex()}&token={token}"
+        self.address = f"{endpoint}?key={z85.decode(public_key).hex()}&token={token}"
         self._num_subscribers = num_subscribers
         self._peers: dict[int, bytes] = {}  # index -> identity of its connection
         self._acknowledged = [0] * num_subscribers
@@ -527,10 +530,9 @@ class ZmqPublisher(_Closing):
         self._socket.poll(CHECK_PERIOD_S * 1000)
 
     def close(self) -> None:
-        """Gives what was published up to 5 s to leave this host."""
         if not self._closed:
             self._closed = True
-            self._context.destroy(linger=5000)
+            self._context.destroy(linger=int(LINGER_S * 1000))
 
 
 class ZmqSubscriber(_Closing):
@@ -539,14 +541,25 @@ class ZmqSubscriber(_Closing):
     def __init__(self, address: str, index: int, *, timeout_s: float, check: Check) -> None:
         match = _ZMQ_ADDRESS.fullmatch(address)
         if match is None:
-            raise ChannelError("zmq address must look like tcp://HOST:PORT?key=80 hex digits&token=32 hex digits")
+            raise ChannelError("zmq address must look like tcp://HOST:PORT?key=64 hex digits&token=32 hex digits")
         _require_curve()
         endpoint, key, token = match.groups()
         self._name = f"subscriber {index} of {endpoint}"
         self._context = zmq.Context()
         self._closed = False
-        self._socket = socket = self._context.socket(zmq.DEALER)
-        socket.curve_serverkey = bytes.fromhex(key)
+        try:
+            self._socket = self._context.socket(zmq.DEALER)
+            self._attach(endpoint, bytes.fromhex(key), timeout_s=timeout_s, check=check)
+            self._socket.send(msgpack.packb([token, index]))
+        except BaseException:
+            self.close()
+            raise
+        self._check = check
+        self._sequence = 0
+
+    def _attach(self, endpoint: str, server_key: bytes, *, timeout_s: float, check: Check) -> None:
+        socket = self._socket
+        socket.curve_serverkey = server_key
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.rcvhwm = 0  # so that a message that left the publisher is never held back by this side
         socket.ipv6 = "[" in endpoint
@@ -559,14 +572,10 @@ class ZmqSubscriber(_Closing):
             socket.connect(endpoint)
             if not _wait(shaken_hands, timeout_s, check, lambda _: monitor.poll(CHECK_PERIOD_S * 1000)):
                 raise ChannelError(f"{self._name} cannot attach within {timeout_s:g} s: no publisher, or a wrong key")
-        except BaseException:
+        except zmq.ZMQError as error:
+            raise ChannelError(f"{self._name} cannot attach: {error}") from error
+        finally:
             socket.disable_monitor()
-            self.close()
-            raise
-        socket.disable_monitor()
-        socket.send(msgpack.packb([token, index]))
-        self._check = check
-        self._sequence = 0
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         _check_open(self._name, self._closed)
