@@ -140,14 +140,17 @@ def test_messages_of_every_size_arrive_whole_and_in_order(kind: str, processes: 
     assert output.splitlines() == expected
 
 
-def test_100_000_messages_to_a_reader_that_sleeps_at_random_lose_none(kind: str, processes: Processes) -> None:
+@pytest.mark.parametrize(("kind", "num_messages"), [("ring", 100_000), ("zmq", 30_000)])
+def test_a_reader_that_sleeps_at_random_loses_none_of_many_messages(
+    kind: str, num_messages: int, processes: Processes
+) -> None:
     with publisher_of(kind) as publisher:
         reader = processes.reader(NUMBERED, publisher.address, 0.004, 200)
-        for number in range(100_000):
+        for number in range(num_messages):
             publisher.publish(numbered(number))
         publisher.publish(b"end")
         output, _ = reader.communicate(timeout=20)
-    assert output == "100000\n"
+    assert output == f"{num_messages}\n"
 
 
 def test_subscribers_of_different_speeds_and_starts_all_get_everything(kind: str, processes: Processes) -> None:
@@ -581,6 +584,39 @@ def test_sec_01_no_module_loads_pickles() -> None:
         if re.search(r"^\s*(import|from) (pickle|cloudpickle|dill|marshal)\b|_pyobj\(", path.read_text(), re.M)
     ]
     assert users == []
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_zmq_listens_on_an_ipv6_address() -> None:
+    publisher, subscriber = pair("zmq", interface="::1")
+    with publisher, subscriber:
+        assert publisher.address.startswith("tcp://[::1]:")
+        publisher.publish(b"x")
+        assert subscriber.receive(5) == b"x"
+
+
+def test_sec_01_zmq_does_not_listen_on_every_interface() -> None:
+    for interface in ("0.0.0.0", "*", "::"):
+        with pytest.raises(ChannelError, match="name one address of this host"):
+            publisher_of("zmq", interface=interface)
+
+
+def test_an_interrupted_publish_breaks_the_ring_and_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, subscriber = pair("ring")
+    with publisher, subscriber:
+        put = publisher._ring.put
+
+        def interrupted(*args: Any) -> None:
+            put(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(publisher._ring, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(b"1")
+        monkeypatch.undo()
+        with pytest.raises(ChannelError, match=r"ring is broken.*KeyboardInterrupt"):
+            publisher.publish(b"2")
+        assert subscriber.receive(5) == b"1"
 
 
 def test_options_that_make_no_channel_are_refused() -> None:

@@ -118,8 +118,8 @@ def open_publisher(
 ) -> Publisher:
     """Opens the writing end.
 
-    timeout_s: how long `publish` waits for a subscriber. interface: the address (of this host, reachable from the
-    others) that ZMQ listens on; the system picks the port. num_slots, slot_bytes: size of the ring.
+    timeout_s: how long `publish` waits for a subscriber. interface: the IP address or network device of this host that
+    ZMQ listens on, reachable from the others; the system picks the port. num_slots, slot_bytes: size of the ring.
     """
     if num_subscribers < 1:
         raise ChannelError(f"num_subscribers is {num_subscribers}; a channel needs at least 1")
@@ -250,16 +250,18 @@ class RingPublisher(_Closing):
             raise ChannelError(f"the ring is broken: {self._fault}")
         view = memoryview(message).cast("B")
         step = self._ring.slot_bytes
+        begun = False
         for start in range(0, max(len(view), 1), step):
             sequence = self._sequence + 1
             try:
                 self._wait_for_slot(sequence)
+                begun = True
+                self._ring.put(sequence, view[start : start + step], _MORE if start + step < len(view) else 0)
+                self._sequence = sequence
             except BaseException as error:
-                if start:
-                    self._fault = f"a message was left after {start} of {len(view)} bytes: {error}"
+                if begun:
+                    self._fault = f"a message was left after {start} of {len(view)} bytes: {error!r}"
                 raise
-            self._ring.put(sequence, view[start : start + step], _MORE if start + step < len(view) else 0)
-            self._sequence = sequence
 
     def _wait_for_slot(self, sequence: int) -> None:
         oldest_needed = sequence - self._ring.num_slots
@@ -443,6 +445,10 @@ class ZmqPublisher(_Closing):
 
     def __init__(self, num_subscribers: int, interface: str, *, timeout_s: float, check: Check) -> None:
         _require_curve()
+        if interface in ("*", "0.0.0.0", "::"):
+            raise ChannelError(
+                f"interface is {interface!r}, which no host can connect to; name one address of this host"
+            )
         public_key, secret_key = zmq.curve_keypair()
         token = secrets.token_hex(16)
         self._token = token
@@ -459,7 +465,7 @@ class ZmqPublisher(_Closing):
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ChannelError(f"cannot listen on interface {interface!r}: {error}") from error
-        endpoint = socket.last_endpoint.decode().rstrip("\0")
+        endpoint = socket.last_endpoint.decode()
         self.address = f"{endpoint}?key={z85.decode(public_key).hex()}&token={token}"
         self._num_subscribers = num_subscribers
         self._peers: dict[int, bytes] = {}  # index -> identity of its connection
