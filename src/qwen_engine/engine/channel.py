@@ -40,6 +40,7 @@ from typing import Literal, Protocol, Self
 
 import msgpack
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from qwen_engine.errors import QwenEngineError
@@ -53,6 +54,8 @@ SPIN_S = 0.002
 """A wait looks without pause for this long. Above the driver's time between two plans of a busy small model."""
 MAX_SLEEP_S = 0.001
 CHECK_PERIOD_S = 0.02
+LINGER_S = 5.0
+"""ZMQ: how long closing a publisher may take to get what was published off this host."""
 TORN_LIMIT_S = 1.0
 """A slot whose checksum stays wrong for this long is damaged, not half visible."""
 
@@ -115,8 +118,8 @@ def open_publisher(
 ) -> Publisher:
     """Opens the writing end.
 
-    timeout_s: how long `publish` waits for a subscriber. interface: the address (of this host, reachable from the
-    others) that ZMQ listens on; the system picks the port. num_slots, slot_bytes: size of the ring.
+    timeout_s: how long `publish` waits for a subscriber. interface: the IP address or network device of this host that
+    ZMQ listens on, reachable from the others; the system picks the port. num_slots, slot_bytes: size of the ring.
     """
     if num_subscribers < 1:
         raise ChannelError(f"num_subscribers is {num_subscribers}; a channel needs at least 1")
@@ -247,16 +250,18 @@ class RingPublisher(_Closing):
             raise ChannelError(f"the ring is broken: {self._fault}")
         view = memoryview(message).cast("B")
         step = self._ring.slot_bytes
+        begun = False
         for start in range(0, max(len(view), 1), step):
             sequence = self._sequence + 1
             try:
                 self._wait_for_slot(sequence)
+                begun = True
+                self._ring.put(sequence, view[start : start + step], _MORE if start + step < len(view) else 0)
+                self._sequence = sequence
             except BaseException as error:
-                if start:
-                    self._fault = f"a message was left after {start} of {len(view)} bytes: {error}"
+                if begun:
+                    self._fault = f"a message was left after {start} of {len(view)} bytes: {error!r}"
                 raise
-            self._ring.put(sequence, view[start : start + step], _MORE if start + step < len(view) else 0)
-            self._sequence = sequence
 
     def _wait_for_slot(self, sequence: int) -> None:
         oldest_needed = sequence - self._ring.num_slots
@@ -428,7 +433,7 @@ def _segment_shape(memory: mmap.mmap, token: bytes) -> dict[str, int]:
 
 _HELLO_LIMIT_BYTES = 1024
 _ENVELOPE = struct.Struct("<QQ")  # sequence, size
-_ZMQ_ADDRESS = re.compile(r"(tcp://[^?]+)\?key=([0-9a-f]{80})&token=([0-9a-f]{32})")
+_ZMQ_ADDRESS = re.compile(r"(tcp://[^?]+)\?key=([0-9a-f]{64})&token=([0-9a-f]{32})")
 
 
 class ZmqPublisher(_Closing):
@@ -440,6 +445,10 @@ class ZmqPublisher(_Closing):
 
     def __init__(self, num_subscribers: int, interface: str, *, timeout_s: float, check: Check) -> None:
         _require_curve()
+        if interface in ("*", "0.0.0.0", "::"):
+            raise ChannelError(
+                f"interface is {interface!r}, which no host can connect to; name one address of this host"
+            )
         public_key, secret_key = zmq.curve_keypair()
         token = secrets.token_hex(16)
         self._token = token
@@ -456,8 +465,8 @@ class ZmqPublisher(_Closing):
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ChannelError(f"cannot listen on interface {interface!r}: {error}") from error
-        endpoint = socket.last_endpoint.decode().rstrip("\0")
-        self.address = f"{endpoint}?key={public_key.hex()}&token={token}"
+        endpoint = socket.last_endpoint.decode()
+        self.address = f"{endpoint}?key={z85.decode(public_key).hex()}&token={token}"
         self._num_subscribers = num_subscribers
         self._peers: dict[int, bytes] = {}  # index -> identity of its connection
         self._acknowledged = [0] * num_subscribers
@@ -527,10 +536,9 @@ class ZmqPublisher(_Closing):
         self._socket.poll(CHECK_PERIOD_S * 1000)
 
     def close(self) -> None:
-        """Gives what was published up to 5 s to leave this host."""
         if not self._closed:
             self._closed = True
-            self._context.destroy(linger=5000)
+            self._context.destroy(linger=int(LINGER_S * 1000))
 
 
 class ZmqSubscriber(_Closing):
@@ -539,14 +547,25 @@ class ZmqSubscriber(_Closing):
     def __init__(self, address: str, index: int, *, timeout_s: float, check: Check) -> None:
         match = _ZMQ_ADDRESS.fullmatch(address)
         if match is None:
-            raise ChannelError("zmq address must look like tcp://HOST:PORT?key=80 hex digits&token=32 hex digits")
+            raise ChannelError("zmq address must look like tcp://HOST:PORT?key=64 hex digits&token=32 hex digits")
         _require_curve()
         endpoint, key, token = match.groups()
         self._name = f"subscriber {index} of {endpoint}"
         self._context = zmq.Context()
         self._closed = False
-        self._socket = socket = self._context.socket(zmq.DEALER)
-        socket.curve_serverkey = bytes.fromhex(key)
+        try:
+            self._socket = self._context.socket(zmq.DEALER)
+            self._attach(endpoint, bytes.fromhex(key), timeout_s=timeout_s, check=check)
+            self._socket.send(msgpack.packb([token, index]))
+        except BaseException:
+            self.close()
+            raise
+        self._check = check
+        self._sequence = 0
+
+    def _attach(self, endpoint: str, server_key: bytes, *, timeout_s: float, check: Check) -> None:
+        socket = self._socket
+        socket.curve_serverkey = server_key
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.rcvhwm = 0  # so that a message that left the publisher is never held back by this side
         socket.ipv6 = "[" in endpoint
@@ -559,14 +578,10 @@ class ZmqSubscriber(_Closing):
             socket.connect(endpoint)
             if not _wait(shaken_hands, timeout_s, check, lambda _: monitor.poll(CHECK_PERIOD_S * 1000)):
                 raise ChannelError(f"{self._name} cannot attach within {timeout_s:g} s: no publisher, or a wrong key")
-        except BaseException:
+        except zmq.ZMQError as error:
+            raise ChannelError(f"{self._name} cannot attach: {error}") from error
+        finally:
             socket.disable_monitor()
-            self.close()
-            raise
-        socket.disable_monitor()
-        socket.send(msgpack.packb([token, index]))
-        self._check = check
-        self._sequence = 0
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         _check_open(self._name, self._closed)
