@@ -129,7 +129,8 @@ class ModelRunner:
         self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self.sampling = SamplingTables(max_num_seqs, config.vocab_size, device)
         self.kv_cache: torch.Tensor | None = None
-        # Host mirrors, by slot: known tokens (sampled ones included), tokens with KV, blocks, prompt length.
+        # Host mirrors, by slot: known tokens (sampled ones included; 0 in an empty slot), tokens with KV, blocks,
+        # prompt length.
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
@@ -188,6 +189,8 @@ class ModelRunner:
         self._apply_deltas(plan)
         slots = np.array(plan.slots, dtype=np.int64)
         counts = np.array(plan.num_tokens, dtype=np.int64)
+        if not self._num_tokens[slots].all():
+            raise QwenEngineError(f"step {plan.step} computes a slot of {plan.slots} that holds no request")
         starts = self._num_computed[slots]
         ends = starts + counts
         sampling_rows = np.flatnonzero(ends == self._num_tokens[slots])
@@ -268,6 +271,7 @@ class ModelRunner:
         return results
 
     def _apply_deltas(self, plan: StepPlan) -> None:
+        self._num_tokens[plan.freed_slots] = 0
         if plan.added:
             self._add(plan.added)
         if plan.new_blocks:
