@@ -515,6 +515,13 @@ def hung_up(stranger: socket.socket) -> bool:
     return True
 
 
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
 class Marker:
     """Pickled, it writes a file when it is loaded."""
 
@@ -525,11 +532,10 @@ class Marker:
         return Path.touch, (self.path,)
 
 
-def test_sec_01_strangers_and_pickles_at_the_port_are_dropped(tmp_path: Path) -> None:
+def test_sec_01_strangers_and_pickles_at_the_port_are_dropped(tmp_path: Path, context: zmq.Context) -> None:
     marker = tmp_path / "marker"
     garbage = pickle.dumps(Marker(marker))
-    context = zmq.Context()
-    with publisher_of("zmq") as publisher:
+    with publisher_of("zmq", timeout_s=1.0) as publisher:
         host, port, key, token = re.fullmatch(
             r"tcp://([\d.]+):(\d+)\?key=(\w+)&token=(\w+)", publisher.address
         ).groups()
@@ -553,7 +559,8 @@ def test_sec_01_strangers_and_pickles_at_the_port_are_dropped(tmp_path: Path) ->
             [b"a", b"b"],
         ):
             keyed.send_multipart(frames)
-        time.sleep(0.3)
+        with pytest.raises(TimeoutError, match="subscriber 0 did not connect"):
+            publisher.publish(b"reads what the strangers sent")
         with connect(publisher.address, index=0) as subscriber:
             for number in range(200):
                 publisher.publish(numbered(number))
@@ -561,7 +568,6 @@ def test_sec_01_strangers_and_pickles_at_the_port_are_dropped(tmp_path: Path) ->
         assert not keyed.poll(100)
         assert not plain.poll(0)
         assert hung_up(raw)
-    context.destroy(linger=0)
     assert not marker.exists()
 
 

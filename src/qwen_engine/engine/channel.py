@@ -454,6 +454,7 @@ class ZmqPublisher(_Closing):
         self._token = token
         self._context = zmq.Context()
         self._socket = socket = self._context.socket(zmq.ROUTER)
+        socket.linger = int(LINGER_S * 1000)
         socket.curve_server = True
         socket.curve_secretkey = secret_key
         socket.router_mandatory = True
@@ -538,7 +539,7 @@ class ZmqPublisher(_Closing):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._context.destroy(linger=int(LINGER_S * 1000))
+            self._context.destroy()
 
 
 class ZmqSubscriber(_Closing):
@@ -555,6 +556,7 @@ class ZmqSubscriber(_Closing):
         self._closed = False
         try:
             self._socket = self._context.socket(zmq.DEALER)
+            self._socket.linger = 0
             self._attach(endpoint, bytes.fromhex(key), timeout_s=timeout_s, check=check)
             self._socket.send(msgpack.packb([token, index]))
         except BaseException:
@@ -617,7 +619,7 @@ class ZmqSubscriber(_Closing):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._context.destroy(linger=0)
+            self._context.destroy()
 
 
 def _wait(ready: Callable[[], bool], timeout_s: float | None, check: Check, pause: Callable[[float], object]) -> bool:
