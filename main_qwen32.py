@@ -53,8 +53,9 @@ def main() -> int:
     try:
         run(args)
     except QwenEngineError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}\n{HINT}", file=sys.stderr)
+        # Any rank may be the one that fails, or the last one that torchrun lets speak.
+        hint = f"\n{HINT}" if os.environ.get("RANK", "0") == "0" else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,6 +1,7 @@
 """Errors that reach a user: one line each, with both numbers and what to do next."""
 
 MAX_SHOWN_CHARS = 80
+MAX_SUMMARY_CHARS = 2000
 
 
 def shown(value: object) -> str:
@@ -10,6 +11,12 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to print integers of thousands of digits
         return f"too large a value ({type(value).__name__})"
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+def summary(error: BaseException) -> str:
+    """What an exception says, in one line that names its class."""
+    text = " ".join(str(error).split())[:MAX_SUMMARY_CHARS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class QwenEngineError(Exception):

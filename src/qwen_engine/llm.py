@@ -16,7 +16,7 @@ from tqdm import tqdm
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine.core import EngineCore
 from qwen_engine.engine.output_processor import RequestState
-from qwen_engine.errors import RequestError
+from qwen_engine.errors import EngineDeadError, RequestError
 from qwen_engine.models.hub import resolve_model
 from qwen_engine.request import Request, RequestOutput, SamplingParams
 from qwen_engine.tokenization.tokenizer import Tokenizer
@@ -185,6 +185,9 @@ class LLM:
                     moved = [state for state in states if state.moved]
                     for state in moved:
                         state.moved = False
+                failure = next((state.failure for state in states if state.failure is not None), None)
+                if failure is not None:  # another thread was stepping when the engine died
+                    raise EngineDeadError(failure)
                 if moved:
                     yield moved
                 elif all(state.finished for state in states):
@@ -206,8 +209,8 @@ class LLM:
     def _engine(self) -> Iterator[EngineCore]:
         """The core, for one thread at a time; at the end, requests that nobody waits for are dropped.
 
-        Whatever fails inside, but for a refused request, ends half-way. Then all live requests end as aborted, and the
-        engine is ready for new ones.
+        Whatever fails inside, but for a refused request, ends half-way. Then all live requests end as aborted (or fail,
+        if the engine died), and the engine is ready for new ones (or says why it is not).
         """
         with self._lock:
             self._lock_owner = threading.get_ident()
@@ -219,10 +222,10 @@ class LLM:
                         self._drop(self._left.popleft())
             except RequestError:
                 raise
-            except BaseException:
+            except BaseException as error:
                 self._core.reset()
                 for state in self._live.values():
-                    state.abort()
+                    state.abort(str(error) if isinstance(error, EngineDeadError) else None)
                 self._live.clear()
                 raise
             finally:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+_WAIT_SLICE = timedelta(milliseconds=50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class TPGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over all ranks, in place."""
         if self.process_group is not None:
-            self.process_group.allreduce([x]).wait()
+            _finish(self.process_group.allreduce([x]), x)
         return x
 
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ class TPGroup:
         if self.process_group is None:
             return x
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self.process_group.allgather([parts], [x.contiguous()]).wait()
+        _finish(self.process_group.allgather([parts], [x.contiguous()]), x)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ class TPGroup:
         if self.process_group is not None:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
-            self.process_group.broadcast([x], options).wait()
+            _finish(self.process_group.broadcast([x], options), x)
         return x
 
     def abort(self) -> None:
@@ -52,6 +53,25 @@ class TPGroup:
         if self.process_group is not None:
             with contextlib.suppress(RuntimeError):  # not every gloo can; there the dead rank's sockets end the wait
                 self.process_group.abort()
+
+
+def _finish(work: dist.Work, x: torch.Tensor) -> None:
+    """Lets what follows on `x` see the result of a collective.
+
+    A GPU's stream waits by itself. A CPU waits here, in slices: inside torch an interrupt would not be heard, and a
+    rank that hangs would make it wait for long.
+    """
+    if x.is_cuda:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_WAIT_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises what went wrong; nothing if it ended just after the slice
+                return
 
 
 def connect(
@@ -77,7 +97,10 @@ def connect(
 
 
 def open_store(size: int) -> dist.TCPStore:
-    """A key-value store that the ranks of this host meet at: on a port the system chooses, listening on loopback."""
+    """A key-value store that the ranks of this host meet at: on a port the system chooses, listening on loopback.
+
+    Use it through clients only: when this object goes, all that they wait for breaks off.
+    """
     listener = socket.create_server((LOOPBACK, 0), backlog=size)
     port = listener.getsockname()[1]
     return dist.TCPStore(

@@ -5,13 +5,15 @@ With one rank there are no processes, no sockets and no messages. The engine cor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from qwen_engine.distributed.tp_group import LOOPBACK, TPGroup, open_store
 from qwen_engine.distributed.tp_group import connect as connect_ranks
@@ -21,7 +23,7 @@ from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import STOP
 from qwen_engine.engine.worker_group import WorkerGroup
-from qwen_engine.errors import EngineDeadError
+from qwen_engine.errors import EngineDeadError, QwenEngineError
 from qwen_engine.scheduling.plan_codec import encode_plan
 from qwen_engine.scheduling.step_plan import StepPlan
 
@@ -35,31 +37,34 @@ LOAD_TIMEOUT_S = 3600.0
 class _DeferredInterrupt:
     """Holds back the first Ctrl-C while ranks are in a step, so that it cannot tear them apart.
 
-    A second one goes through at once, for a step that hangs. Only the main thread gets signals, so only there it acts.
+    The second one goes through at once, for a step that hangs; more are ignored while the first two are seen to.
+    Acts only where Ctrl-C would raise KeyboardInterrupt: in the main thread, and unless the program handles it itself.
     """
 
     def __init__(self) -> None:
-        self._came = False
-        self._handler: Any = None
+        self._count = 0
+        self._acts = False
 
     def __enter__(self) -> _DeferredInterrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGINT, self._take)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._acts = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._acts:
+            signal.signal(signal.SIGINT, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._handler)
+        if self._acts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def deliver(self) -> None:
         """Raises what was held back."""
-        if self._came:
+        if self._count:
             raise KeyboardInterrupt
 
     def _take(self, *_: object) -> None:
-        if self._came:
+        self._count += 1
+        if self._count == 2:
             raise KeyboardInterrupt
-        self._came = True
 
 
 class Executor:
@@ -69,7 +74,8 @@ class Executor:
         self._setup = setup
         self._workers: WorkerGroup | None = None
         self._publisher = None
-        self._store = None
+        self._store: dist.Store | None = None
+        self._store_server: dist.TCPStore | None = None
         self._tp = TPGroup()
         try:
             if setup.config.tensor_parallel_size == 1:
@@ -89,17 +95,18 @@ class Executor:
         if self._workers is None:
             return self.runner.execute(plan).wait()
         self._workers.check()
-        try:
-            with _DeferredInterrupt() as interrupt, self._workers.step_deadline(self._setup.config.step_timeout_s):
-                self._publisher.publish(encode_plan(plan))
-                output = self.runner.execute(plan).wait(self._workers.check)
-        except BaseException as error:
-            # Whatever it was, the ranks no longer stand at the same step.
-            reason = self._workers.fail_with(error)
-            self._tp.abort()
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise EngineDeadError(reason) from error
+        with _DeferredInterrupt() as interrupt:
+            try:
+                with self._workers.step_deadline(self._setup.config.step_timeout_s):
+                    self._publisher.publish(encode_plan(plan))
+                    output = self.runner.execute(plan).wait(self._workers.check)
+            except BaseException as error:
+                # Whatever it was, the ranks no longer stand at the same step.
+                reason = self._workers.fail_with(error)
+                self._tp.abort()
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise EngineDeadError(reason) from error
         interrupt.deliver()
         return output
 
@@ -108,7 +115,8 @@ class Executor:
         self.runner = None
         if self._workers is not None:
             if self._publisher is not None and self._workers.failure is None and timeout_s > 0:
-                self._publisher.publish(STOP)
+                with contextlib.suppress(QwenEngineError, TimeoutError):  # a rank that is gone needs no telling
+                    self._publisher.publish(STOP)
             self._workers.close(timeout_s)
             self._workers = None
             self._tp.abort()  # an orderly end would wait for ranks that are gone
@@ -116,7 +124,7 @@ class Executor:
             self._publisher.close()
             self._publisher = None
         self._tp = TPGroup()
-        self._store = None
+        self._store = self._store_server = None
         if self._setup.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -124,8 +132,10 @@ class Executor:
         setup, ranks = self._setup, TorchrunRank.current()
         size = setup.config.tensor_parallel_size
         if ranks is None:
-            self._store = open_store(size)
-            self._workers = WorkerGroup(setup, store_port=self._store.port)
+            self._store_server = open_store(size)
+            port = self._store_server.port
+            self._store = dist.TCPStore(LOOPBACK, port, size, is_master=False)
+            self._workers = WorkerGroup(setup, store_port=port)
         else:
             self._store = ranks.open_store()
             self._workers = WorkerGroup(setup, store_port=None)
@@ -133,12 +143,13 @@ class Executor:
         kind = "ring" if host == LOOPBACK else "zmq"
         self._publisher = open_publisher(kind, num_subscribers=size - 1, check=self._workers.check, interface=host)
         self._store.set("channel", self._publisher.address)
-        self._wait_for_keys("started", START_TIMEOUT_S)
+        # Ranks of other hosts may have to download the model first.
+        self._wait_for_keys("started", START_TIMEOUT_S if ranks is None else LOAD_TIMEOUT_S)
         timeout_s = 2 * setup.config.step_timeout_s  # the watch over the step comes first
         self._tp = self._watched(
             lambda: connect_ranks(self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s, host=host)
         )
-        self.runner = setup.load_runner(self._tp)
+        self.runner = setup.load_runner(self._tp, self._workers.check)
         blocks = self._watched(lambda: setup.num_kv_blocks(self.runner))
         self._wait_for_keys("kv_blocks", LOAD_TIMEOUT_S)
         others = [int(self._store.get(f"kv_blocks/{rank}")) for rank in range(1, size)]

@@ -71,6 +71,8 @@ class RequestState:
             self.prompt_logprobs = [None] * num_prompt
         self.moved = False
         """Something was taken since the reader last looked; the reader clears it."""
+        self.failure: str | None = None
+        """Why the engine died under this request; None if it did not."""
         self._arrival_time = time.monotonic()
         self._first_token_s: float | None = None
         self._finished_s: float | None = None
@@ -105,8 +107,10 @@ class RequestState:
         elif request.finish_reason is not None:
             self._end(sample, request.finish_reason, request.stop_reason)
 
-    def abort(self) -> None:
+    def abort(self, failure: str | None = None) -> None:
         """Ends what still runs with finish_reason "abort"; held-back text is kept."""
+        if not self.finished:
+            self.failure = failure
         for sample in self.samples.values():
             if sample.finish_reason is None:
                 self.moved = True

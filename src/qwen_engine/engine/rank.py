@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +54,11 @@ class RankSetup:
             max_model_len=_max_model_len(config, model_config),
         )
 
-    def load_runner(self, tp: TPGroup) -> ModelRunner:
-        """This rank's model with its weights, and empty slot tables; the KV cache comes later."""
+    def load_runner(self, tp: TPGroup, check: Callable[[], None] | None = None) -> ModelRunner:
+        """This rank's model with its weights, and empty slot tables; the KV cache comes later.
+
+        check: called now and then; what it raises ends the loading.
+        """
         config, model_config = self.config, self.model_config
         num_elements = sum(
             shard.length * _product(shard.shape) // shard.shape[shard.dim] for shard in sharding_table(model_config, tp)
@@ -65,7 +69,7 @@ class RankSetup:
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed + tp.rank)
         else:
-            load_weights(model, model_config, self.model_folder, tp)
+            load_weights(model, model_config, self.model_folder, tp, check=check)
         return ModelRunner(
             model,
             model_config,

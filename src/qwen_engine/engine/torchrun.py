@@ -54,4 +54,5 @@ class TorchrunRank:
         store = dist.TCPStore(
             self.master_host, self.master_port, self.size, is_master=is_master, wait_for_workers=False
         )
-        return dist.PrefixStore(f"qwen-engine/{next(_engines)}", store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives ranks that are restarted
+        return dist.PrefixStore(f"qwen-engine/{attempt}/{next(_engines)}", store)

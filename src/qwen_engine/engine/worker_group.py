@@ -22,14 +22,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from qwen_engine.engine.rank import RankSetup
-from qwen_engine.engine.worker import WorkerSpec, spec_line
-from qwen_engine.errors import EngineDeadError
+from qwen_engine.engine.worker_main import WorkerSpec, spec_line
+from qwen_engine.errors import EngineDeadError, summary
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _REASON_WAIT_S = 0.5  # how long the reason of a worker that ended may take to arrive
-_STACKS_WAIT_S = 0.5
+_STACKS_WAIT_S = 0.2  # for one rank to write its stacks
 _BLAME_WAIT_S = 1.0  # a broken collective is noticed before the death that broke it
 
 
@@ -54,12 +54,17 @@ class WorkerGroup:
         self._store_port = store_port
         self._workers: list[_Worker] = []
         self._deadline: float | None = None
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="qwen-engine-workers", daemon=True)
         self._thread.start()
-        self._started.wait()
-        self.check()
+        try:
+            self._started.wait()
+            self.check()
+        except BaseException:
+            self.close(timeout_s=0.0)
+            raise
 
     def check(self) -> None:
         """Raises EngineDeadError once a worker has failed."""
@@ -81,7 +86,8 @@ class WorkerGroup:
             deadline = time.monotonic() + _BLAME_WAIT_S
             while self.failure is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-        self._fail(f"rank 0 failed ({type(error).__name__}: {error})" if str(error) else "rank 0 was interrupted")
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        self._fail("rank 0 was interrupted" if is_interrupt else f"rank 0 failed ({summary(error)})")
         assert self.failure is not None
         return self.failure
 
@@ -98,6 +104,7 @@ class WorkerGroup:
         """Waits for workers that were told to stop, kills the rest. Nothing of the group is left afterwards."""
         deadline = time.monotonic() + timeout_s
         self._closing.set()
+        self._started.wait()
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
@@ -116,15 +123,14 @@ class WorkerGroup:
             if self._store_port is not None:
                 for rank in range(1, self._setup.config.tensor_parallel_size):
                     self._workers.append(self._start(rank, self._store_port))
-        except OSError as error:
-            self._fail(f"worker process could not be started ({error})")
+        except Exception as error:
+            self._fail(f"worker process could not be started ({summary(error)})")
         self._started.set()
         while not self._closing.is_set() and self.failure is None:
-            readable, _, _ = select.select([worker.status_fd for worker in self._workers], [], [], _POLL_S)
-            for worker in self._workers:
-                if worker.status_fd in readable or worker.process.poll() is not None:
-                    self._fail_of(worker)
-                    break
+            readable = _readable([worker.status_fd for worker in self._workers], _POLL_S)
+            ended = [w for w in self._workers if w.status_fd in readable or w.process.poll() is not None]
+            if ended:
+                self._fail_of(ended)
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
                 self._dump_stacks()
@@ -143,8 +149,9 @@ class WorkerGroup:
             log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
         )
         process = subprocess.Popen(
-            [sys.executable, "-m", "qwen_engine.engine.worker"],
+            [sys.executable, "-P", "-m", "qwen_engine.engine.worker_main"],
             stdin=subprocess.PIPE,
+            process_group=0,  # a terminal's Ctrl-C is for rank 0 alone
             stdout=2,  # whatever a library prints belongs with the logs, not in the program's output
             pass_fds=(write_fd,),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -154,12 +161,18 @@ class WorkerGroup:
         process.stdin.flush()
         return _Worker(rank, process, read_fd)
 
-    def _fail_of(self, worker: _Worker) -> None:
-        """The worker has ended or is about to; finds out why."""
+    def _fail_of(self, ended: list[_Worker]) -> None:
+        """These workers have ended or are about to. One whose collective broke is the victim of another."""
+        reasons = [(worker.rank, self._reason(worker)) for worker in ended]
+        rank, reason = next((pair for pair in reasons if not pair[1].startswith("RuntimeError")), reasons[0])
+        self._fail(f"rank {rank} died ({reason})")
+
+    def _reason(self, worker: _Worker) -> str:
+        """Why the worker has ended."""
         data = b""
         deadline = time.monotonic() + _REASON_WAIT_S
         while not data.endswith(b"\n") and time.monotonic() < deadline:
-            readable, _, _ = select.select([worker.status_fd], [], [], max(0.0, deadline - time.monotonic()))
+            readable = _readable([worker.status_fd], max(0.0, deadline - time.monotonic()))
             part = os.read(worker.status_fd, 65536) if readable else b""
             data += part
             if not part:
@@ -167,18 +180,18 @@ class WorkerGroup:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(_REASON_WAIT_S)
         if data.endswith(b"\n"):
-            reason = json.loads(data)["error"]
-        else:
-            code = worker.process.returncode
-            reason = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        self._fail(f"rank {worker.rank} died ({reason})")
+            return json.loads(data)["error"]
+        code = worker.process.returncode
+        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
     def _fail(self, reason: str) -> None:
-        if self.failure is None:
+        with self._lock:
+            if self.failure is not None:
+                return
             self.failure = reason
-            if not self._closing.is_set():
-                logger.error("%s", reason)
-            self._kill()
+        if not self._closing.is_set():
+            logger.error("%s", reason)
+        self._kill()
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -189,8 +202,17 @@ class WorkerGroup:
 
     def _dump_stacks(self) -> None:
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.process.send_signal(signal.SIGUSR1)
+            logger.error("stacks of rank %d:", worker.rank)
+            worker.process.send_signal(signal.SIGUSR1)
+            time.sleep(_STACKS_WAIT_S)
+        logger.error("stacks of rank 0:")
         with contextlib.suppress(OSError, ValueError):  # stderr may not be a real file
             faulthandler.dump_traceback(all_threads=True)
-        time.sleep(_STACKS_WAIT_S)
+
+
+def _readable(fds: list[int], timeout_s: float) -> set[int]:
+    """Those of the descriptors that have data or have ended, as soon as there is one."""
+    poller = select.poll()  # unlike select, it takes descriptors above 1023
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(timeout_s * 1000)}

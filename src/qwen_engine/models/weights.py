@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,9 +108,12 @@ def sharding_table(config: ModelConfig, tp: TPGroup) -> list[TensorShard]:
     return table
 
 
-def load_weights(model: nn.Module, config: ModelConfig, folder: Path, tp: TPGroup) -> None:
+def load_weights(
+    model: nn.Module, config: ModelConfig, folder: Path, tp: TPGroup, *, check: Callable[[], None] | None = None
+) -> None:
     """Fills every parameter of `model` from the safetensors files in `folder`, cast to the parameter's dtype.
 
+    check: called before each tensor; what it raises ends the loading.
     Raises CheckpointError that names every missing, unexpected, duplicate or mis-shaped tensor and every missing or
     damaged file, before any parameter changes.
     """
@@ -120,6 +124,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path, tp: TPGrou
     num_bytes = 0
     with tqdm(table, desc="loading weights", unit="tensor", disable=None, leave=False) as progress:
         for shard in progress:
+            if check is not None:
+                check()
             # Reopened for each tensor, so that the mapped pages of earlier ones do not add up in this process.
             with safe_open(file_of[shard.name], framework="pt") as file:
                 source = file.get_slice(shard.name)

@@ -1,0 +1,405 @@
+"""Whatever ends a rank ends every call with the reason, soon, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fault_tools import (
+    ERROR_LIMIT_S,
+    Call,
+    is_running,
+    listening,
+    nothing_left,
+    plant,
+    program,
+    run_program,
+    wait_until,
+    workers_of,
+)
+
+from qwen_engine import LLM, SamplingParams
+from qwen_engine.errors import EngineDeadError
+from qwen_engine.models import weights
+
+PROMPT = list(range(1, 20))
+LONG = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True, n=4)
+SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+REASONS = {"kill": r"killed by SIGKILL", "exit": r"exit code 7", "exception": r"ValueError: planted fault"}
+IN_A_COLLECTIVE = """\
+calls, real = [], module.TPGroup.all_reduce
+def all_reduce(self, x):
+    calls.append(x)
+    if len(calls) > 60 and self.rank == {rank}:
+        time.sleep(0.1)  # the others are inside by now
+        die("{kind}")
+    return real(self, x)
+module.TPGroup.all_reduce = all_reduce"""
+BETWEEN_STEPS = """\
+calls, real = [], module.RingSubscriber.receive
+def receive(self, timeout_s=None):
+    calls.append(None)
+    if len(calls) == {after}:
+        time.sleep({wait_s})
+        die("{kind}")
+    return real(self, timeout_s)
+module.RingSubscriber.receive = receive"""
+SCRIPT = """\
+import sys, time
+from qwen_engine import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, max_num_seqs=4)
+params = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
+for number, _ in enumerate(llm.stream([list(range(1, 20))], params)):
+    if number == 5:
+        print("running", flush=True)
+    if number >= 5 and sys.argv[2] != "running":
+        break
+if sys.argv[2] == "idle":
+    print("idle", flush=True)
+    time.sleep(60)
+"""
+
+
+def engine(folder: Path, **options) -> LLM:
+    options = {"tensor_parallel_size": 2, "max_num_seqs": 4, **options}
+    return LLM(folder, device="cpu", dtype="float32", skip_tokenizer_init=True, **options)
+
+
+def generate(llm: LLM, params: SamplingParams = SHORT) -> list[int]:
+    return llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def drain(llm: LLM) -> None:
+    for _ in llm.stream([PROMPT], LONG):
+        pass
+
+
+def reason_of(llm: LLM) -> str | None:
+    return llm._core._executor._workers.failure
+
+
+def assert_dead(llm: LLM, reason: str) -> None:
+    """Every call fails at once, and says why."""
+    for call in (lambda: generate(llm), lambda: drain(llm)):
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError, match=reason):
+            call()
+        assert time.monotonic() - start < 0.5
+
+
+@pytest.fixture(scope="module")
+def warm(make_tiny_model) -> list[int]:
+    """The tokens of SHORT; what a process opens once and keeps is open afterwards."""
+    with engine(make_tiny_model()) as llm:
+        return generate(llm)
+
+
+@pytest.fixture
+def many_files():
+    """A process whose next descriptor is above 1023, where select() ends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"a process may open {hard} files here; the test needs {wanted}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for fd in opened:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Plants a fault in the workers that the test starts."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda module, body: plant(tmp_path, f"qwen_engine.{module}", body)
+
+
+def report(what: str, since: float, *, until: float | None = None) -> None:
+    seconds = (time.monotonic() if until is None else until) - since
+    print(f"{what}: {seconds:.3f} s")
+    assert seconds < ERROR_LIMIT_S
+
+
+START_FAULTS = {
+    "import": ("engine.channel", "die('{kind}')"),
+    "join": ("engine.worker", "module.connect_ranks = lambda *args, **options: die('{kind}')"),
+    "load": ("models.weights", "module._check_headers = lambda *args: die('{kind}')"),
+    "attach": ("engine.channel", "module.connect = lambda *args, **options: die('{kind}')"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        ("import", "exception"),
+        ("import", "exit"),
+        ("join", "kill"),
+        ("load", "kill"),
+        ("load", "exception"),
+        ("attach", "exit"),
+    ],
+)
+def test_tpw_07_a_worker_that_ends_at_the_start_ends_the_start(
+    stage, kind, planted, warm, make_tiny_model, monkeypatch
+):
+    module, body = START_FAULTS[stage]
+    fault = planted(module, body.format(kind=kind))
+    real = weights.safe_open
+
+    def slow(*args, **options):  # rank 0 would need a minute
+        time.sleep(0.5)
+        return real(*args, **options)
+
+    if stage == "load":
+        monkeypatch.setattr(weights, "safe_open", slow)
+    with nothing_left():
+        start = Call(lambda: engine(make_tiny_model()))
+        start.join(60)
+        report(f"{kind} at {stage} to error", fault.death_time(), until=start.ended)
+        assert isinstance(start.error, EngineDeadError)
+        assert re.fullmatch(rf"rank 1 died \({REASONS[kind]}\)", str(start.error))
+
+
+STEP_FAULTS = {
+    "step": ("distributed.tp_group", IN_A_COLLECTIVE),
+    "between": ("engine.channel", BETWEEN_STEPS.replace("{after}", "30").replace("{wait_s}", "0.0")),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"), [("step", "kill"), ("step", "exit"), ("step", "exception"), ("between", "exception")]
+)
+def test_tpw_01_a_worker_that_ends_under_load_ends_all_calls(stage, kind, planted, warm, make_tiny_model):
+    module, body = STEP_FAULTS[stage]
+    fault = planted(module, body.format(kind=kind, rank=1))
+    reason = rf"^rank 1 died \({REASONS[kind]}\)$"
+    with nothing_left(), engine(make_tiny_model()) as llm:
+        calls = [Call(lambda: generate(llm, LONG)), Call(lambda: drain(llm))]
+        for call in calls:
+            call.join(60)
+            report(f"{kind} in {stage} to error", fault.death_time(), until=call.ended)
+            assert isinstance(call.error, EngineDeadError)
+            assert re.search(reason, str(call.error))
+        assert_dead(llm, reason)
+        llm.close()
+
+
+def test_tpw_01_a_worker_killed_while_idle_is_noticed_at_once(many_files, warm, make_tiny_model):
+    with nothing_left(), engine(make_tiny_model()) as llm:
+        generate(llm)
+        stream = llm.stream([PROMPT], LONG)
+        next(stream)
+        killed_at = time.monotonic()
+        os.kill(workers_of()[0], signal.SIGKILL)
+        wait_until(lambda: reason_of(llm), ERROR_LIMIT_S)
+        report("kill while idle to notice", killed_at)
+        with pytest.raises(EngineDeadError, match=r"rank 1 died \(killed by SIGKILL\)"):
+            next(stream)
+        assert_dead(llm, r"rank 1 died \(killed by SIGKILL\)")
+
+
+def test_the_rank_that_died_is_named_not_one_that_missed_it(planted, warm, make_tiny_model):
+    fault = planted("distributed.tp_group", IN_A_COLLECTIVE.format(kind="kill", rank=2))
+    folder = make_tiny_model(num_attention_heads=6, num_key_value_heads=3)
+    with nothing_left(), engine(folder, tensor_parallel_size=3) as llm:
+        call = Call(lambda: generate(llm, LONG))
+        call.join(60)
+        report("kill of rank 2 of 3 to error", fault.death_time(), until=call.ended)
+        assert str(call.error) == "rank 2 died (killed by SIGKILL)"
+
+
+def test_tpw_01_a_stopped_worker_is_caught_by_the_step_watchdog(warm, make_tiny_model, capfd):
+    with nothing_left(), engine(make_tiny_model(), step_timeout_s=1.5) as llm:
+        generate(llm)
+        (worker,) = workers_of()
+        call = Call(lambda: generate(llm, LONG))
+        other = Call(lambda: drain(llm))
+        time.sleep(0.1)
+        stopped_at = time.monotonic()
+        os.kill(worker, signal.SIGSTOP)
+        for pending in (call, other):
+            pending.join(60)
+            report("stop to error, of which 1.5 s are the deadline", stopped_at, until=pending.ended)
+            assert "a step took longer than step_timeout_s = 1.5 s" in str(pending.error)
+        assert not is_running(worker)
+        stacks = capfd.readouterr().err
+        assert "executor.py" in stacks  # of rank 0; a stopped process cannot write its own
+        assert_dead(llm, "a step took longer")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no such slot"), r"rank 0 failed \(ValueError: no such slot\)"),
+        (AssertionError(), r"rank 0 failed \(AssertionError\)"),
+        (RuntimeError("out of memory"), r"rank 0 failed \(RuntimeError: out of memory\)"),
+    ],
+    ids=["value", "assertion", "runtime"],
+)
+def test_an_error_on_rank_0_ends_the_workers(error, reason, warm, make_tiny_model, monkeypatch):
+    with nothing_left(), engine(make_tiny_model()) as llm:
+        (worker,) = workers_of()
+        stream = llm.stream([PROMPT], LONG)
+        next(stream)
+
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(llm._core._executor.runner, "_sample", fail)
+        failed_at = time.monotonic()
+        with pytest.raises(EngineDeadError, match=reason):
+            next(stream)
+        report(f"{type(error).__name__} on rank 0 to error", failed_at)
+        assert not is_running(worker)
+        assert_dead(llm, reason)
+        error.__traceback__ = error.__context__ = None
+        monkeypatch.undo()
+
+
+def interrupt_after(delay_s: float) -> threading.Timer:
+    timer = threading.Timer(delay_s, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    return timer
+
+
+def test_shd_01_interrupts(warm, make_tiny_model):
+    """One Ctrl-C ends the call after the step; a second one ends a step that hangs, and the engine with it."""
+    with nothing_left(), engine(make_tiny_model()) as llm:
+        (worker,) = workers_of()
+        assert listening([os.getpid(), worker]) == {"0100007F"}
+        for _ in range(3):
+            timer = interrupt_after(0.2)
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm, ENDLESS)
+            timer.join()
+            assert generate(llm) == warm
+        os.kill(worker, signal.SIGSTOP)
+        timers = [interrupt_after(0.3), interrupt_after(0.6)]
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+        report("second Ctrl-C to the end of a hanging step", start + 0.6)
+        for timer in timers:
+            timer.join()
+        assert not is_running(worker)
+        assert_dead(llm, "rank 0 was interrupted")
+
+
+def test_a_program_that_handles_ctrl_c_itself_keeps_doing_so(warm, make_tiny_model):
+    came: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        with engine(make_tiny_model()) as llm:
+            timer = interrupt_after(0.1)
+            while timer.is_alive():
+                generate(llm)
+            generate(llm)
+            assert came == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGKILL, "running"), (signal.SIGTERM, "idle"), (signal.SIGKILL, "starting")]
+)
+def test_shd_01_workers_die_with_rank_0(number, moment, warm, make_tiny_model):
+    with program("-c", SCRIPT, str(make_tiny_model()), moment) as process:
+        if moment == "starting":
+            wait_until(lambda: workers_of(process.pid))
+        else:
+            wait_until(lambda: process.stdout.readline().strip() == moment)
+        (worker,) = workers_of(process.pid)
+        sent_at = time.monotonic()
+        process.send_signal(number)
+        wait_until(lambda: not is_running(worker), ERROR_LIMIT_S)
+        report(f"{number.name} of rank 0 while {moment} to the death of its worker", sent_at)
+        assert process.wait(ERROR_LIMIT_S) == -number
+
+
+def test_leaving_without_close_is_an_orderly_end(warm, make_tiny_model):
+    code, out, err = run_program("-c", SCRIPT, str(make_tiny_model()), "leave")
+    assert (code, out, err) == (0, "running\n", "")
+
+
+@pytest.mark.parametrize("moment", ["start", "step"])
+def test_shd_01_ctrl_c_in_a_terminal_reaches_all_and_ends_all(moment, warm):
+    arguments = ["-m", "qwen_engine", "--model", "demo", "--device", "cpu", "--tensor-parallel-size", "2"]
+    with program(*arguments, "--max-tokens", "1000", "--ignore-eos") as process:
+        wait_until(lambda: workers_of(process.pid))
+        (worker,) = workers_of(process.pid)
+        if moment == "step":
+            process.stdout.read(1)
+        sent_at = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        report(f"Ctrl-C at the {moment} to the end", sent_at)
+        assert (process.returncode, err.strip()) == (130, "interrupted")
+        assert not is_running(worker)
+
+
+def test_tpw_07_a_damaged_shard_on_one_rank_is_one_line_and_an_exit_code(tmp_path, warm, make_tiny_model):
+    body = """\
+real = module._check_headers
+def check(table, folder, config):
+    copy = folder.__class__(RANKS_FILE + ".d")
+    copy.mkdir()
+    for source in folder.iterdir():
+        data = source.read_bytes()
+        (copy / source.name).write_bytes(data[:-1000] if source.suffix == ".safetensors" else data)
+    return real(table, copy, config)
+module._check_headers = check"""
+    fault = plant(tmp_path, "qwen_engine.models.weights", body)
+    arguments = ["main_qwen32.py", "--model", "demo", "--device", "cpu"]
+    code, out, err = run_program(*arguments, path=[fault.folder])
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert re.match(r"error: rank 1 died \(CheckpointError: .* cannot be read", lines[0])
+
+
+def test_shd_04_five_engines_in_one_process_leave_nothing_and_touch_nobody(warm, make_tiny_model):
+    """Ended in every way there is; the program's own child lives on."""
+    own = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    folder = make_tiny_model()
+    sizes = []
+    made: list[LLM] = []
+    with nothing_left():
+        for way in ("with", "close", "collected", "thread", "killed"):
+            if way == "thread":
+                # The death of the parent's thread that starts a process can count as the parent's.
+                starter = threading.Thread(target=lambda: made.append(engine(folder)))
+                starter.start()
+                starter.join()
+                time.sleep(0.2)
+                llm = made.pop()
+            else:
+                llm = engine(folder)
+            assert generate(llm) == warm
+            if way == "with":
+                with llm:
+                    pass
+            elif way == "killed":
+                os.kill(workers_of()[0], signal.SIGKILL)
+                llm.close()
+            elif way != "collected":
+                llm.close()
+            del llm
+            gc.collect()
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert max(sizes[1:]) - sizes[0] < 32 << 20
+    assert own.poll() is None
+    own.communicate(b"\n")
+    assert own.returncode == 0
