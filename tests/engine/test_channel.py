@@ -23,8 +23,11 @@ import zmq
 
 from qwen_engine.engine import channel
 from qwen_engine.engine.channel import ChannelError, Publisher, Subscriber, connect, open_publisher
+from qwen_engine.engine.channel import base as channel_base
+from qwen_engine.engine.channel import ring as ring_channel
+from qwen_engine.engine.channel import zmq as zmq_channel
 
-SOURCE = Path(channel.__file__).parents[1]
+SOURCE = Path(channel.__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
 KINDS = ["ring", "zmq"]
 
@@ -279,7 +282,7 @@ def test_a_subscriber_that_never_came_is_named(kind: str) -> None:
 
 
 def test_a_subscriber_that_stopped_reading_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_UNREAD_MESSAGES", 8)
+    monkeypatch.setattr(zmq_channel, "MAX_UNREAD_MESSAGES", 8)
     publisher = publisher_of(kind, num_subscribers=2, num_slots=8, timeout_s=0.3)
     with publisher, connect(publisher.address, index=0) as reading, connect(publisher.address, index=1) as stuck:
         with pytest.raises(TimeoutError, match=r"subscriber 1 .*has read 0 of 8 .* within 0.3 s"):
@@ -338,7 +341,7 @@ def test_a_long_message_survives_a_timeout_in_its_middle() -> None:
 
 
 def test_ipc_03_an_oversize_message_is_refused_and_harms_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_MESSAGE_BYTES", 10_000)
+    monkeypatch.setattr(channel_base, "MAX_MESSAGE_BYTES", 10_000)
     publisher, subscriber = pair(kind)
     with publisher, subscriber:
         with pytest.raises(ChannelError, match="message has 10001 bytes; at most 10000"):
@@ -349,7 +352,7 @@ def test_ipc_03_an_oversize_message_is_refused_and_harms_nothing(kind: str, monk
 
 def test_ipc_03_a_ring_larger_than_free_memory_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     before = num_descriptors()
-    monkeypatch.setattr(channel, "_available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(ring_channel, "_available_bytes", lambda: 1_000_000)
     with pytest.raises(ChannelError, match=r"ring needs 2\d{6} bytes of memory and 1000000 are available"):
         publisher_of("ring")
     monkeypatch.undo()
@@ -400,7 +403,7 @@ def test_a_slot_that_is_half_visible_is_read_again() -> None:
     with publisher, subscriber:
         ring = publisher._ring
         publisher.publish(b"message")
-        at = ring.slot_at(1) + channel._SLOT_HEADER_BYTES
+        at = ring.slot_at(1) + ring_channel._SLOT_HEADER_BYTES
         ring.bytes[at] ^= 1
         with pytest.raises(TimeoutError):
             subscriber.receive(0.1)
@@ -408,9 +411,9 @@ def test_a_slot_that_is_half_visible_is_read_again() -> None:
         assert subscriber.receive(5) == b"message"
 
 
-@pytest.mark.parametrize("offset", [8, 12, 16, channel._SLOT_HEADER_BYTES])
+@pytest.mark.parametrize("offset", [8, 12, 16, ring_channel._SLOT_HEADER_BYTES])
 def test_a_damaged_slot_is_an_error(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "TORN_LIMIT_S", 0.05)
+    monkeypatch.setattr(ring_channel, "TORN_LIMIT_S", 0.05)
     publisher, subscriber = pair("ring")
     with publisher, subscriber:
         publisher.publish(b"message")
@@ -452,7 +455,7 @@ def test_closing_loses_nothing_that_was_published(kind: str, processes: Processe
 
 
 def test_closing_does_not_hang_on_a_stopped_subscriber(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "LINGER_S", 0.3)
+    monkeypatch.setattr(zmq_channel, "LINGER_S", 0.3)
     publisher = publisher_of("zmq")
     reader = processes.reader(IDLE, publisher.address)
     reader.stdout.readline()
