@@ -90,6 +90,11 @@ class Executor:
             self.close(timeout_s=0.0)
             raise
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of ranks 1, 2, ... that this engine started."""
+        return [] if self._workers is None else self._workers.pids
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Runs a step on all ranks. Raises EngineDeadError if a rank fails or the step does not end in time."""
         if self._workers is None:

@@ -66,6 +66,11 @@ class WorkerGroup:
             self.close(timeout_s=0.0)
             raise
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in rank order."""
+        return [worker.process.pid for worker in self._workers]
+
     def check(self) -> None:
         """Raises EngineDeadError once a worker has failed."""
         if self.failure is not None:

@@ -1,0 +1,78 @@
+"""Loading a checkpoint: time, peak host memory of every rank, GPU memory. Weights are random, the files are real.
+
+    python benchmarks/load.py --config-folder CONFIG --tensor-parallel-size 2 [--dtype bfloat16] [--workdir DIR]
+
+Writes a sharded checkpoint of that shape (65 GB for Qwen3-32B in bf16), loads it `--repeats` times and removes it. The
+first load after writing finds the files in the page cache if memory allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from validate import write_random_checkpoint
+
+from qwen_engine import LLM
+
+
+def peak_host_gb(pid: int | str) -> tuple[float, float]:
+    """(peak resident memory, anonymous memory now) of a process in GB; the first counts mapped pages of files too."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = {key: value for key, value in (line.split(":", 1) for line in lines)}
+    return tuple(int(fields[name].split()[0]) / 1e6 for name in ("VmHWM", "RssAnon"))  # type: ignore[return-value]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-folder", type=Path, required=True)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workdir", type=Path, help="where the checkpoint is written (default: the temporary folder)")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=args.workdir) as temporary:
+        folder = Path(temporary)
+        start = time.perf_counter()
+        write_random_checkpoint(args.config_folder, folder, getattr(torch, args.dtype), torch.device(args.device))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        print(f"wrote {num_bytes / 1e9:.1f} GB in {time.perf_counter() - start:.1f} s", flush=True)
+        for _ in range(args.repeats):
+            start = time.perf_counter()
+            with LLM(
+                folder,
+                dtype=args.dtype,
+                device=args.device,
+                tensor_parallel_size=args.tensor_parallel_size,
+                skip_tokenizer_init=True,
+                max_model_len=4096,
+            ) as llm:
+                ready_s = time.perf_counter() - start
+                workers = llm._core._executor.worker_pids
+                peaks = {rank: peak_host_gb(pid) for rank, pid in enumerate([os.getpid(), *workers])}
+                gpu_gb = None
+                if args.device.startswith("cuda"):
+                    gpu_gb = [
+                        round((total - free) / 1e9, 1)
+                        for free, total in (torch.cuda.mem_get_info(i) for i in range(args.tensor_parallel_size))
+                    ]
+            row = {"ready_s": round(ready_s, 2), "host_peak_gb": {r: round(p[0], 2) for r, p in peaks.items()}}
+            row |= {"host_anonymous_gb": {r: round(p[1], 2) for r, p in peaks.items()}, "gpu_used_gb": gpu_gb}
+            rows.append(row)
+            print(row, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"bytes": num_bytes, "loads": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
