@@ -24,7 +24,7 @@ from qwen_engine import LLM
 def peak_host_gb(pid: int | str) -> tuple[float, float]:
     """(peak resident memory, anonymous memory now) of a process in GB; the first counts mapped pages of files too."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    fields = {key: value for key, value in (line.split(":", 1) for line in lines)}
+    fields = dict(line.split(":", 1) for line in lines)
     return tuple(int(fields[name].split()[0]) / 1e6 for name in ("VmHWM", "RssAnon"))  # type: ignore[return-value]
 
 
