@@ -21,10 +21,10 @@ ERROR_LIMIT_S = 5.0
 _PLANT = """\
 import importlib.abc, importlib.util, os, signal, sys, time
 
-TARGET, RANKS_FILE = {module!r}, {record!r}
+TARGET, DEATH_FILE = {module!r}, {record!r}
 
 def die(kind):
-    with open(RANKS_FILE, "w") as file:
+    with open(DEATH_FILE, "w") as file:
         file.write(repr(time.monotonic()))
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +46,7 @@ class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.loader.exec_module(module)
         patch(module)
 
-if any("qwen_engine.engine.worker" in word for word in sys.orig_argv):
+if {anywhere} or any("qwen_engine.engine.worker" in word for word in sys.orig_argv):
     sys.meta_path.insert(0, Hook())
 
 def patch(module):
@@ -66,15 +66,17 @@ class Plant:
         return float(self.record.read_text())
 
 
-def plant(folder: Path, module: str, body: str) -> Plant:
-    """Writes a module that runs `body` in a worker right after it imported `module`.
+def plant(folder: Path, module: str, body: str, *, anywhere: bool = False) -> Plant:
+    """Writes a module that runs `body` in a worker (or anywhere) right after the import of `module`.
 
     `body` may use `module` and `die(kind)`, kind being "kill", "exit" or "exception". Python imports it at start under
     the name sitecustomize, from the folder that the caller puts on the path.
     """
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     record = folder / "death"
-    (folder / "sitecustomize.py").write_text(_PLANT.format(module=module, record=str(record), body=indented))
+    (folder / "sitecustomize.py").write_text(
+        _PLANT.format(module=module, record=str(record), body=indented, anywhere=anywhere)
+    )
     return Plant(folder, record)
 
 

@@ -353,7 +353,7 @@ def test_tpw_07_a_damaged_shard_on_one_rank_is_one_line_and_an_exit_code(tmp_pat
     body = """\
 real = module._check_headers
 def check(table, folder, config):
-    copy = folder.__class__(RANKS_FILE + ".d")
+    copy = folder.__class__(DEATH_FILE + ".d")
     copy.mkdir()
     for source in folder.iterdir():
         data = source.read_bytes()
