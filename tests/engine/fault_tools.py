@@ -146,6 +146,15 @@ def workers_of(pid: int | None = None) -> list[int]:
     return [child for child in children(pid) if is_worker(child)]
 
 
+def ranks_of(pid: int) -> dict[int, int]:
+    """Rank → process, of a torchrun."""
+    found = {}
+    for child in children(pid):
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found.update({int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")})
+    return found
+
+
 def is_running(pid: int) -> bool:
     """False once the process has ended, even if nobody has collected its status yet."""
     try:

@@ -5,22 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from fault_tools import children, is_running, plant, program, run_program, wait_until
+from fault_tools import is_running, plant, program, ranks_of, run_program, wait_until
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 MAIN = ["main_qwen32.py", "--model", "demo", "--device", "cpu", "--max-tokens", "12"]
-
-
-def ranks_of(pid: int) -> dict[int, int]:
-    """Rank → process, of a torchrun."""
-    found = {}
-    for child in children(pid):
-        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found.update({int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")})
-    return found
 
 
 @pytest.fixture(scope="module")
