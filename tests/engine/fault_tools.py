@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -173,8 +174,8 @@ def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> float:
     return time.monotonic() - start
 
 
-def listening(pids: Sequence[int]) -> set[str]:
-    """Hexadecimal addresses, without ports, on which these processes listen for TCP."""
+def listening(pids: Sequence[int]) -> set[tuple[str, int]]:
+    """IPv4 addresses and ports on which these processes listen for TCP; IPv6 ones as the kernel writes them."""
     inodes = set()
     for pid in pids:
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -185,7 +186,10 @@ def listening(pids: Sequence[int]) -> set[str]:
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].partition(":")[0])
+                address, _, port = fields[1].partition(":")
+                if len(address) == 8:
+                    address = socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder))
+                found.add((address, int(port, 16)))
     return found
 
 
