@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -47,7 +48,7 @@ class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.loader.exec_module(module)
         patch(module)
 
-if {anywhere} or any("qwen_engine.engine.worker" in word for word in sys.orig_argv):
+if any("qwen_engine.engine.worker" in word for word in sys.orig_argv):
     sys.meta_path.insert(0, Hook())
 
 def patch(module):
@@ -67,17 +68,15 @@ class Plant:
         return float(self.record.read_text())
 
 
-def plant(folder: Path, module: str, body: str, *, anywhere: bool = False) -> Plant:
-    """Writes a module that runs `body` in a worker (or anywhere) right after the import of `module`.
+def plant(folder: Path, module: str, body: str) -> Plant:
+    """Writes a module that runs `body` in a worker right after the import of `module`.
 
     `body` may use `module` and `die(kind)`, kind being "kill", "exit" or "exception". Python imports it at start under
     the name sitecustomize, from the folder that the caller puts on the path.
     """
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     record = folder / "death"
-    (folder / "sitecustomize.py").write_text(
-        _PLANT.format(module=module, record=str(record), body=indented, anywhere=anywhere)
-    )
+    (folder / "sitecustomize.py").write_text(_PLANT.format(module=module, record=str(record), body=indented))
     return Plant(folder, record)
 
 
@@ -249,3 +248,11 @@ def run_program(*args: str, path: Sequence[Path] = (), limit_s: float = 120.0) -
     with program(*args, path=path) as process:
         out, err = process.communicate(timeout=limit_s)
     return process.returncode, out, err
+
+
+@functools.cache
+def printed_by_one_rank(*args: str) -> str:
+    """What main_qwen32.py prints for these arguments without any tensor parallelism."""
+    code, out, err = run_program("main_qwen32.py", *args, "--tensor-parallel-size", "1")
+    assert code == 0, err
+    return out
