@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,10 +23,10 @@ ERROR_LIMIT_S = 5.0
 _PLANT = """\
 import importlib.abc, importlib.util, os, signal, sys, time
 
-TARGET, RANKS_FILE = {module!r}, {record!r}
+TARGET, DEATH_FILE = {module!r}, {record!r}
 
 def die(kind):
-    with open(RANKS_FILE, "w") as file:
+    with open(DEATH_FILE, "w") as file:
         file.write(repr(time.monotonic()))
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -67,7 +69,7 @@ class Plant:
 
 
 def plant(folder: Path, module: str, body: str) -> Plant:
-    """Writes a module that runs `body` in a worker right after it imported `module`.
+    """Writes a module that runs `body` in a worker right after the import of `module`.
 
     `body` may use `module` and `die(kind)`, kind being "kill", "exit" or "exception". Python imports it at start under
     the name sitecustomize, from the folder that the caller puts on the path.
@@ -144,6 +146,15 @@ def workers_of(pid: int | None = None) -> list[int]:
     return [child for child in children(pid) if is_worker(child)]
 
 
+def ranks_of(pid: int) -> dict[int, int]:
+    """Rank → process, of a torchrun."""
+    found = {}
+    for child in children(pid):
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found.update({int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")})
+    return found
+
+
 def is_running(pid: int) -> bool:
     """False once the process has ended, even if nobody has collected its status yet."""
     try:
@@ -162,8 +173,8 @@ def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> float:
     return time.monotonic() - start
 
 
-def listening(pids: Sequence[int]) -> set[str]:
-    """Hexadecimal addresses, without ports, on which these processes listen for TCP."""
+def listening(pids: Sequence[int]) -> set[tuple[str, int]]:
+    """IPv4 addresses and ports on which these processes listen for TCP; IPv6 ones as the kernel writes them."""
     inodes = set()
     for pid in pids:
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -174,7 +185,10 @@ def listening(pids: Sequence[int]) -> set[str]:
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].partition(":")[0])
+                address, _, port = fields[1].partition(":")
+                if len(address) == 8:
+                    address = socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder))
+                found.add((address, int(port, 16)))
     return found
 
 
@@ -234,3 +248,11 @@ def run_program(*args: str, path: Sequence[Path] = (), limit_s: float = 120.0) -
     with program(*args, path=path) as process:
         out, err = process.communicate(timeout=limit_s)
     return process.returncode, out, err
+
+
+@functools.cache
+def printed_by_one_rank(*args: str) -> str:
+    """What main_qwen32.py prints for these arguments without any tensor parallelism."""
+    code, out, err = run_program("main_qwen32.py", *args, "--tensor-parallel-size", "1")
+    assert code == 0, err
+    return out

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,10 +18,12 @@ from qwen_engine.distributed.tp_group import connect as connect_ranks
 from qwen_engine.engine import channel
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.worker_main import WorkerSpec
+from qwen_engine.errors import EngineDeadError
 from qwen_engine.scheduling.plan_codec import decode_plan
 
 STOP = b""
 """The message that ends the workers; no encoded plan is empty."""
+STORE_CHECK_PERIOD_S = 0.5
 
 
 def run(spec: WorkerSpec) -> None:
@@ -45,7 +49,9 @@ def serve(setup: RankSetup, store: dist.Store, *, rank: int, host: str = LOOPBAC
     )
     runner = setup.load_runner(tp)
     store.set(f"kv_blocks/{rank}", str(setup.num_kv_blocks(runner)))
-    subscriber = channel.connect(store.get("channel").decode(), index=rank - 1)
+    # On rank 0's host, rank 0 or torchrun ends this process; from another one it has to look for itself.
+    check = None if host == LOOPBACK else _check_of_rank_0(store)
+    subscriber = channel.connect(store.get("channel").decode(), index=rank - 1, check=check)
     runner.allocate_kv_cache(int(store.get("num_kv_blocks")))
     store.set(f"ready/{rank}", "1")
     try:
@@ -53,3 +59,19 @@ def serve(setup: RankSetup, store: dist.Store, *, rank: int, host: str = LOOPBAC
             runner.execute(decode_plan(message))
     finally:
         subscriber.close()
+
+
+def _check_of_rank_0(store: dist.Store) -> Callable[[], None]:
+    """A check that raises once the store on rank 0's host is gone; it asks once in STORE_CHECK_PERIOD_S."""
+    next_time = 0.0
+
+    def check() -> None:
+        nonlocal next_time
+        if time.monotonic() >= next_time:
+            try:
+                store.check(["channel"])
+            except RuntimeError as error:
+                raise EngineDeadError("rank 0, or torchrun on its host, has ended") from error
+            next_time = time.monotonic() + STORE_CHECK_PERIOD_S
+
+    return check

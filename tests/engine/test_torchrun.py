@@ -1,0 +1,81 @@
+"""Ranks that torchrun starts: the same program on every rank gives what one process gives, and ends as one."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from fault_tools import ROOT, is_running, printed_by_one_rank, program, ranks_of, wait_until
+
+from qwen_engine.engine.torchrun import TorchrunRank
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+MAIN = ["--model", "demo", "--device", "cpu", "--max-tokens", "12"]
+
+
+@pytest.fixture
+def rank_0_of_2(monkeypatch) -> dist.TCPStore:
+    """Makes this process look like a rank of torchrun; returns the store that torchrun keeps."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": agent.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    return agent
+
+
+def test_ipc_02_own_ranks_and_two_torchruns_at_once_print_what_one_rank_prints():
+    with (
+        program("main_qwen32.py", *MAIN) as own,
+        program(*TORCHRUN, "main_qwen32.py", *MAIN) as first,
+        program(*TORCHRUN, "main_qwen32.py", *MAIN) as second,
+    ):
+        for process in (own, first, second):
+            out, _ = process.communicate(timeout=100)
+            assert (process.returncode, out) == (0, printed_by_one_rank(*MAIN))
+
+
+def test_a_wrong_number_of_ranks_is_one_clear_line(rank_0_of_2, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main_qwen32.py", *MAIN, "--tensor-parallel-size", "4"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "main_qwen32.py"), run_name="__main__")
+    assert ended.value.code == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: torchrun started 2 ranks, but tensor_parallel_size is 4; make them equal"
+    assert hint.startswith("without two GPUs")
+
+
+def test_shd_01_a_killed_rank_ends_all():
+    with program(*TORCHRUN, "main_qwen32.py", *MAIN[:-1], "1000", "--prompt", "x") as process:
+        wait_until(lambda: "ready" in process.stderr.readline())
+        ranks = ranks_of(process.pid)
+        time.sleep(0.2)
+        killed_at = time.monotonic()
+        os.kill(ranks[1], signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, ranks.values())), 5)
+        print(f"kill of a rank to the end of all ranks: {time.monotonic() - killed_at:.3f} s")
+        out, err = process.communicate(timeout=20)
+        print(f"kill of a rank to the end of torchrun: {time.monotonic() - killed_at:.3f} s")
+        assert (process.returncode, out) == (1, "")
+        assert "Signal 9 (SIGKILL)" in err
+
+
+def test_ranks_that_torchrun_restarts_do_not_read_what_the_first_ones_left(rank_0_of_2, monkeypatch):
+    """torchrun keeps its store when it restarts the ranks; engines are counted anew in each process."""
+    monkeypatch.setattr("qwen_engine.engine.torchrun._engines", iter([0, 0]))
+    TorchrunRank.current().open_store().set("channel", "of ranks that are dead")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not TorchrunRank.current().open_store().check(["channel"])
