@@ -210,9 +210,10 @@ def test_tpw_01_a_worker_killed_while_idle_is_noticed_at_once(many_files, warm, 
 
 
 def test_tpw_01_a_stopped_worker_is_caught_by_the_step_watchdog(warm, make_tiny_model, capfd):
-    with nothing_left(), engine(make_tiny_model(), step_timeout_s=1.5) as llm:
+    folder = make_tiny_model(num_attention_heads=6, num_key_value_heads=3)
+    with nothing_left(), engine(folder, tensor_parallel_size=3, step_timeout_s=1.5) as llm:
         generate(llm)
-        (worker,) = workers_of()
+        worker = workers_of()[-1]
         call = Call(lambda: generate(llm, LONG))
         other = Call(lambda: drain(llm))
         time.sleep(0.1)
@@ -220,11 +221,13 @@ def test_tpw_01_a_stopped_worker_is_caught_by_the_step_watchdog(warm, make_tiny_
         os.kill(worker, signal.SIGSTOP)
         for pending in (call, other):
             pending.join(60)
-            report("stop to error, of which 1.5 s are the deadline", stopped_at, until=pending.ended)
+            with capfd.disabled():
+                report("\nstop to error, of which 1.5 s are the deadline", stopped_at, until=pending.ended)
             assert "a step took longer than step_timeout_s = 1.5 s" in str(pending.error)
         assert not is_running(worker)
         stacks = capfd.readouterr().err
-        assert "executor.py" in stacks  # of rank 0; a stopped process cannot write its own
+        assert "executor.py" in stacks  # of rank 0
+        assert "worker.py" in stacks  # of rank 1; a stopped process cannot write its own
         assert_dead(llm, "a step took longer")
 
 
@@ -268,7 +271,7 @@ def test_shd_01_interrupts(warm, make_tiny_model):
     """
     with nothing_left(), engine(make_tiny_model()) as llm:
         (worker,) = workers_of()
-        for _ in range(3):
+        for _ in range(2):
             with interrupts(0.2), pytest.raises(KeyboardInterrupt):
                 generate(llm, ENDLESS)
             assert generate(llm) == warm
@@ -349,10 +352,8 @@ module._check_headers = check"""
     arguments = ["main_qwen32.py", "--model", "demo", "--device", "cpu"]
     code, out, err = run_program(*arguments, path=[fault.folder])
     assert (code, out) == (2, "")
-    assert "Traceback" not in err
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert re.match(r"error: rank 1 died \(CheckpointError: .* cannot be read", lines[0])
+    error, _hint = err.splitlines()
+    assert re.match(r"error: rank 1 died \(CheckpointError: .* cannot be read", error)
 
 
 def test_shd_04_five_engines_in_one_process_leave_nothing_and_touch_nobody(warm, make_tiny_model):

@@ -86,6 +86,7 @@ class Executor:
             self.runner.allocate_kv_cache(self.num_kv_blocks)
             if self._workers is not None:
                 self._wait_for_keys("ready", LOAD_TIMEOUT_S)
+                self._workers.announces = True
         except BaseException:
             self.close(timeout_s=0.0)
             raise

@@ -50,6 +50,8 @@ class WorkerGroup:
     def __init__(self, setup: RankSetup, *, store_port: int | None) -> None:
         self.failure: str | None = None
         """Why the engine cannot go on; None while all is well."""
+        self.announces = False
+        """Whether a failure is logged: once the engine runs, there may be no call to raise it for a long time."""
         self._setup = setup
         self._store_port = store_port
         self._workers: list[_Worker] = []
@@ -194,7 +196,7 @@ class WorkerGroup:
             if self.failure is not None:
                 return
             self.failure = reason
-        if not self._closing.is_set():
+        if self.announces and not self._closing.is_set():
             logger.error("%s", reason)
         self._kill()
 
