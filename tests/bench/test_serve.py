@@ -391,7 +391,7 @@ def test_flags_that_cannot_work_are_refused(flags: list[str], message: str) -> N
     assert message in str(caught.value)
 
 
-EVENTS = b': ping\r\n\r\ndata: {"a": 1}\r\n\r\n'
+EVENTS = b': ping\r\n\r\ndata: {"a": 1}\r\ndata: 2\r\n\r\n'
 EVENTS += b"data:x\ndata: y\n\nevent: z\nid: 3\n\rdata: \xe4\xbd\xa0\r\rdata\n\ndata: [DONE]\n\n"
 
 
@@ -399,7 +399,7 @@ EVENTS += b"data:x\ndata: y\n\nevent: z\nid: 3\n\rdata: \xe4\xbd\xa0\r\rdata\n\n
 def test_events_are_read_from_bytes_cut_anywhere(size: int) -> None:
     decoder = SseDecoder()
     found = [item for i in range(0, len(EVENTS), size) for item in decoder.feed(EVENTS[i : i + size])]
-    assert found == [b'{"a": 1}', b"x\ny", "你".encode(), b"", b"[DONE]"]
+    assert found == [b'{"a": 1}\n2', b"x\ny", "你".encode(), b"", b"[DONE]"]
     assert decoder.feed(b"data: never closed\n") == []
 
 

@@ -1,19 +1,17 @@
 """`bench serve`: load on a running OpenAI-compatible server, and what its users would feel.
 
-    flags ─► samples (serve_load) ─► bodies ─► run_load ─► complete (serve_client) ─► ServeResult rows ─► report
-                                                                                        table on stdout, JSON in a file
+    flags ─► Samples (serve_load) ─► ServeRequests ─► ServeResults (serve_client) ─► report (serve_report)
+                                                                                     table on stdout, JSON in a file
 
 Flags and JSON keys are those of `vllm bench serve`, with one difference: without `--seed` every run draws new prompts,
-because a repeated run would measure the server's prefix cache. Latency figures count successful requests only;
-throughput divides by the time from the first send to the end of the last response. A figure without data is null.
-Ctrl-C ends the run and reports the requests that had ended. The command line calls `add_arguments` and `run`.
+because a repeated run would measure the server's prefix cache. Ctrl-C ends the run and reports the requests that had
+ended. The command line calls `add_arguments` and `run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import datetime
 import functools
 import itertools
@@ -25,6 +23,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,10 @@ from tqdm import tqdm
 from qwen_engine.bench import serve_client, serve_load
 from qwen_engine.bench.serve_client import ENDPOINTS, ServeRequest, ServeResult
 from qwen_engine.bench.serve_load import PromptMaker, Sample
+from qwen_engine.bench.serve_report import METRICS, find_warnings, render, request_rows, summarize
 from qwen_engine.errors import ConfigError, shown
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
-MAX_CACHED_SHARE = 0.01  # of random prompts, beyond the prefix they are meant to share
-MAX_CLIENT_LAG_MS = 10.0
 LAG_PERIOD_S = 0.05
-MAX_SHOWN_ERRORS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(render(report))
     if args.save_result or args.save_detailed:
         path = args.result_dir / (args.result_filename or _file_name(report))
-        write_atomically(path, json.dumps(report, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
+        write_atomically(path, json.dumps(report, allow_nan=False, indent=1) + "\n")
         sys.stdout.write(f"saved to {path}\n")
     if report["interrupted"]:
         return 130
@@ -114,52 +110,23 @@ async def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     seed = secrets.randbits(32) if args.seed is None else args.seed
     rng = np.random.default_rng(seed)
     samples = _make_samples(args, rng)
-    measured, spare = samples[: args.num_prompts], samples[args.num_prompts :]
-    warmups = list(itertools.islice(itertools.cycle(spare or measured), args.num_warmups))
+    samples, spare = samples[: args.num_prompts], samples[args.num_prompts :]
+    warmups = list(itertools.islice(itertools.cycle(spare or samples), args.num_warmups))
     offsets_s = serve_load.arrival_offsets_s(
-        len(measured), request_rate=args.request_rate, burstiness=args.burstiness, rng=rng
+        len(samples), request_rate=args.request_rate, burstiness=args.burstiness, rng=rng
     )
-    base_url = _base_url(args)
-    url = base_url + (args.endpoint or ENDPOINTS[args.backend])
-    results: list[ServeResult] = []
-    lags_s: list[float] = []
-    interrupted = False
-    async with serve_client.open_session(os.environ.get("OPENAI_API_KEY")) as session:
-        model = args.model or await serve_client.ask_model(session, base_url)
-        make = functools.partial(_make_request, args, model)
-        load = functools.partial(
-            serve_load.run_load,
-            functools.partial(serve_client.complete, session, url),
-            max_concurrency=args.max_concurrency,
-        )
-        warmup_results: list[ServeResult] = []
-        await load([make(item) for item in warmups], offsets_s=[0.0] * len(warmups), on_result=warmup_results.append)
-        requests = [make(item) for item in measured]
-        watch = asyncio.create_task(_watch_lag(lags_s))
-        with tqdm(total=len(requests), unit="req", disable=args.disable_tqdm or None, leave=False) as bar:
-
-            def on_result(result: ServeResult) -> None:
-                results.append(result)
-                bar.update()
-
-            try:
-                await load(requests, offsets_s=offsets_s, on_result=on_result)
-            except asyncio.CancelledError:  # asyncio.run turns the first Ctrl-C into this
-                interrupted = True
-                if task := asyncio.current_task():
-                    task.uncancel()
-        watch.cancel()
-
+    measured = await _measure(args, samples, warmups=warmups, offsets_s=offsets_s)
+    results = measured.results
     report = {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "backend": args.backend,
-        "url": url,
-        "model_id": model,
+        "url": _url(args),
+        "model_id": measured.model,
         "tokenizer_id": args.tokenizer,
         "dataset_name": args.dataset_name,
-        "num_prompts": len(measured),
+        "num_prompts": len(samples),
         "num_warmups": len(warmups),
-        "warmups_failed": sum(result.error is not None for result in warmup_results),
+        "warmups_failed": sum(result.error is not None for result in measured.warmup_results),
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
@@ -169,173 +136,55 @@ async def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "seed": seed,
         "new_prompts": args.seed is None and args.dataset_name in ("random", "prefix_repetition"),
         "goodput_slos_ms": slos,
-        "interrupted": interrupted,
-        "unfinished": len(measured) - len(results),
-        "client_lag_p99_ms": float(np.percentile(lags_s, 99)) * 1e3 if lags_s else None,
+        "interrupted": measured.interrupted,
+        "unfinished": len(samples) - len(results),
+        "client_lag_p99_ms": float(np.percentile(measured.lags_s, 99)) * 1e3 if measured.lags_s else None,
         **summarize(results, metrics=args.percentile_metrics, percentiles=args.metric_percentiles, slos=slos),
     }
-    report["warnings"] = _warnings(args, report, results, reused_warmups=bool(warmups) and not spare)
+    report["warnings"] = find_warnings(args, report, results, reused_warmups=bool(warmups) and not spare)
     if args.save_detailed:
-        report["requests"] = _rows(results)
+        report["requests"] = request_rows(results)
     return report
 
 
-def summarize(
-    results: Sequence[ServeResult],
-    *,
-    metrics: Sequence[str] = METRICS,
-    percentiles: Sequence[float] = (50, 90, 95, 99),
-    slos: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """Every figure of a run, in ms, seconds, tokens and per second; None where there is nothing to count."""
-    good = [result for result in results if result.error is None]
-    duration_s = max(r.end_s for r in results) - min(r.start_s for r in results) if results else 0.0
-    known_inputs = [r.num_prompt_tokens for r in good if r.num_prompt_tokens is not None]
-    known_cached = [r.num_cached_tokens for r in good if r.num_cached_tokens is not None]
-    num_input = sum(known_inputs) if len(known_inputs) == len(good) else None
-    num_cached = sum(known_cached) if known_cached else None
-    num_output = sum(r.num_output_tokens for r in good)
+@dataclass(slots=True)
+class _Measured:
+    """What a run leaves; `lags_s` says how late this process was each time it wanted to wake up."""
 
-    def per_second(count: int | None) -> float | None:
-        return count / duration_s if count is not None and duration_s > 0 else None
-
-    figures: dict[str, Any] = {
-        "duration": duration_s,
-        "completed": len(good),
-        "failed": len(results) - len(good),
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "total_requested_output_tokens": sum(r.max_tokens for r in good),
-        "num_length_mismatches": sum(r.num_output_tokens != r.max_tokens for r in good),
-        "cached_tokens": num_cached,
-        "cached_token_share": num_cached / num_input if num_cached is not None and num_input else None,
-        "request_throughput": per_second(len(good)),
-        "output_throughput": per_second(num_output),
-        "total_token_throughput": per_second(None if num_input is None else num_input + num_output),
-        "request_goodput": per_second(sum(_meets(r, slos) for r in good)) if slos else None,
-        "max_concurrent_requests": _peak_concurrency(results),
-        "error_counts": dict(collections.Counter(r.error for r in results if r.error).most_common()),
-    }
-    for metric in metrics:
-        values = [value for result in good for value in _values_ms(result, metric)]
-        figures |= _distribution(metric, values, percentiles)
-    return figures
+    model: str
+    warmup_results: list[ServeResult] = field(default_factory=list)
+    results: list[ServeResult] = field(default_factory=list)
+    lags_s: list[float] = field(default_factory=list)
+    interrupted: bool = False
 
 
-def _values_ms(result: ServeResult, metric: str) -> list[float]:
-    value = getattr(result, f"{metric}_s")
-    values = value if isinstance(value, list) else [value]
-    return [item * 1e3 for item in values if item is not None]
+async def _measure(
+    args: argparse.Namespace, samples: Sequence[Sample], *, warmups: Sequence[Sample], offsets_s: Sequence[float]
+) -> _Measured:
+    """Sends the warm-ups, then the samples at their offsets; a cancellation after the warm-ups ends it early."""
+    async with serve_client.open_session(os.environ.get("OPENAI_API_KEY")) as session:
+        run = _Measured(args.model or await serve_client.ask_model(session, _base_url(args)))
+        send = functools.partial(serve_client.complete, session, _url(args))
+        load = functools.partial(serve_load.run_load, send, max_concurrency=args.max_concurrency)
+        requests = [_make_request(args, run.model, sample) for sample in warmups]
+        await load(requests, offsets_s=[0.0] * len(requests), on_result=run.warmup_results.append)
 
+        requests = [_make_request(args, run.model, sample) for sample in samples]
+        watch = asyncio.create_task(_watch_lag(run.lags_s))
+        with tqdm(total=len(requests), unit="req", disable=args.disable_tqdm or None, leave=False) as bar:
 
-def _distribution(metric: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    statistics = {"mean": np.mean, "median": np.median, "std": np.std}
-    statistics |= {f"p{p:g}": functools.partial(np.percentile, q=p) for p in percentiles}
-    return {f"{name}_{metric}_ms": float(f(values)) if values else None for name, f in statistics.items()}
+            def on_result(result: ServeResult) -> None:
+                run.results.append(result)
+                bar.update()
 
-
-def _meets(result: ServeResult, slos: Mapping[str, float]) -> bool:
-    """Whether a successful request kept every SLO; one without the figure (TPOT of one token) keeps it."""
-    return all(value <= limit for metric, limit in slos.items() for value in _values_ms(result, metric))
-
-
-def _peak_concurrency(results: Sequence[ServeResult]) -> int:
-    # At equal times an end (-1) sorts before a start (+1).
-    changes = sorted([(r.start_s, 1) for r in results] + [(r.end_s, -1) for r in results])
-    return max(itertools.accumulate(change for _, change in changes), default=0)
-
-
-def _rows(results: Sequence[ServeResult]) -> list[dict[str, Any]]:
-    """One row per request in the order of sending; times in ms from the first send."""
-    rows = []
-    ordered = sorted(results, key=lambda result: result.start_s)
-    for result in ordered:
-        latencies = {f"{name}_ms": next(iter(_values_ms(result, name)), None) for name in ("ttft", "tpot", "e2el")}
-        row = {
-            "start_ms": (result.start_s - ordered[0].start_s) * 1e3,
-            **latencies,
-            "itl_ms": _values_ms(result, "itl"),
-            "input_tokens": result.num_prompt_tokens,
-            "cached_tokens": result.num_cached_tokens,
-            "requested_output_tokens": result.max_tokens,
-            "output_tokens": result.num_output_tokens,
-            "finish_reason": result.finish_reason,
-            "error": result.error,
-            # A model may write half a surrogate pair; a JSON file is UTF-8.
-            "generated_text": result.text.encode(errors="replace").decode(),
-        }
-        rows.append(row)
-    return rows
-
-
-def _warnings(
-    args: argparse.Namespace, report: Mapping[str, Any], results: Sequence[ServeResult], *, reused_warmups: bool
-) -> list[str]:
-    """What a reader must know before quoting the figures."""
-    found = []
-    num_good, share = report["completed"], report["cached_token_share"]
-    if report["num_prompts"] < args.num_prompts:
-        found.append(f"{args.dataset_path} has {report['num_prompts']} prompts; {args.num_prompts} were asked for")
-    if report["warmups_failed"]:
-        found.append(f"{report['warmups_failed']} of {report['num_warmups']} warm-ups failed")
-    if reused_warmups:
-        found.append("warm-ups used measured prompts, the file has no others: the prefix cache may hold them")
-    if args.dataset_name == "random" and share is not None:
-        expected = args.random_prefix_len / (args.random_prefix_len + args.random_input_len)
-        if share > expected + MAX_CACHED_SHARE:
-            again = "the seed was used before: leave out --seed" if args.seed is not None else "reset its prefix cache"
-            found.append(f"{share:.1%} of the prompt tokens came from the server's cache; {again} for cold figures")
-    if mismatches := report["num_length_mismatches"]:
-        advice = "although --ignore-eos was sent" if args.ignore_eos else "pass --ignore-eos for equal work"
-        found.append(f"{mismatches} of {num_good} outputs have another length than asked for; {advice}")
-    if uncounted := sum(r.error is None and not r.usage_counted for r in results):
-        found.append(f"{uncounted} of {num_good} responses had no usage; their output tokens are numbers of chunks")
-    if num_good and report["total_input_tokens"] is None:
-        found.append("input tokens are unknown: the server sends no usage and there is no --tokenizer")
-    if (lag_ms := report["client_lag_p99_ms"]) is not None and lag_ms > MAX_CLIENT_LAG_MS:
-        found.append(f"this client was up to {lag_ms:.0f} ms late (p99), and latencies include that")
-    return found
-
-
-def render(report: Mapping[str, Any]) -> str:
-    """The table a user sees."""
-    r = report
-
-    def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:,.{digits}f}"
-
-    load = f"rate {r['request_rate']}" + (f", at most {r['max_concurrency']} at once" if r["max_concurrency"] else "")
-    origin = "new prompts for this run" if r["new_prompts"] else "the prompts of every run with this seed"
-    if r["dataset_name"] in ("custom", "sharegpt"):
-        origin = "the prompts of the file"
-    cached = "" if r["cached_token_share"] is None else f" ({r['cached_token_share']:.1%} cached)"
-    unfinished = f", {r['unfinished']} unfinished (interrupted)" if r["interrupted"] else ""
-    lines = [
-        f"{r['model_id']} at {r['url']}",
-        f"{r['num_prompts']} {r['dataset_name']} prompts, {load}, {r['num_warmups']} warm-ups",
-        f"seed {r['seed']}: {origin}",
-        "",
-        f"requests    {r['completed']} completed, {r['failed']} failed{unfinished} in {r['duration']:.2f} s, "
-        f"at most {r['max_concurrent_requests']} in flight",
-        f"tokens      {number(r['total_input_tokens'], 0)} in{cached}, {number(r['total_output_tokens'], 0)} out "
-        f"of {number(r['total_requested_output_tokens'], 0)} asked for",
-        f"throughput  {number(r['request_throughput'])} req/s, {number(r['output_throughput'], 1)} output tok/s, "
-        f"{number(r['total_token_throughput'], 1)} total tok/s",
-    ]
-    if slos := r["goodput_slos_ms"]:
-        limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in slos.items())
-        lines.append(f"goodput     {number(r['request_goodput'])} req/s ({limits})")
-    suffixes = {metric: f"_{metric}_ms" for metric in METRICS if f"mean_{metric}_ms" in r}
-    if suffixes:
-        columns = [
-            key.removesuffix(suffix) for suffix in list(suffixes.values())[:1] for key in r if key.endswith(suffix)
-        ]
-        lines += ["", f"{'ms':<6}" + "".join(f"{name:>11}" for name in columns)]
-        for metric, suffix in suffixes.items():
-            lines.append(f"{metric:<6}" + "".join(f"{number(r[name + suffix]):>11}" for name in columns))
-    notes = [f"failed: {count} x {shown(text)}" for text, count in list(r["error_counts"].items())[:MAX_SHOWN_ERRORS]]
-    notes += [f"warning: {text}" for text in r["warnings"]]
-    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+            try:
+                await load(requests, offsets_s=offsets_s, on_result=on_result)
+            except asyncio.CancelledError:  # asyncio.run turns the first Ctrl-C into this
+                run.interrupted = True
+                if task := asyncio.current_task():
+                    task.uncancel()
+        watch.cancel()
+    return run
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -375,9 +224,9 @@ def _make_samples(args: argparse.Namespace, rng: np.random.Generator) -> list[Sa
     if args.dataset_name == "custom":
         return serve_load.custom_samples(args.dataset_path, output_len=args.custom_output_len)[:num_samples]
     if args.dataset_name == "sharegpt":
-        return serve_load.sharegpt_samples(args.dataset_path, rng, tokenizer, output_len=args.sharegpt_output_len)[
-            :num_samples
-        ]
+        return serve_load.sharegpt_samples(
+            args.dataset_path, rng, tokenizer, num_prompts=num_samples, output_len=args.sharegpt_output_len
+        )
     maker = PromptMaker(rng, tokenizer, as_text=args.backend == "openai-chat")
     if args.dataset_name == "random":
         return serve_load.random_samples(
@@ -457,6 +306,10 @@ def _base_url(args: argparse.Namespace) -> str:
     if args.base_url is None:
         return f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     return args.base_url.rstrip("/").removesuffix("/v1")
+
+
+def _url(args: argparse.Namespace) -> str:
+    return _base_url(args) + (args.endpoint or ENDPOINTS[args.backend])
 
 
 def _parse_goodput(pairs: Sequence[str]) -> dict[str, float]:

@@ -41,9 +41,9 @@ class ServeRequest:
 class ServeResult:
     """What came back. With an `error` only the times and texts seen so far are kept, and no figure counts them.
 
-    Times are the event loop's, in seconds. `first_s` and `last_s` are the first and the last token; `end_s` is the end
-    of the response. `output_s` holds the distinct times of outputs. `usage_counted` is False where the server sent no
-    usage and `num_output_tokens` is the number of chunks.
+    Times are the event loop's, in seconds: `start_s` when the request went out, `first_s` and `last_s` the first and
+    the last token, `end_s` the end of the response, `output_s` the distinct times of outputs. `usage_counted` is False
+    where the server sent no usage and `num_output_tokens` is the number of chunks.
     """
 
     start_s: float
@@ -128,8 +128,9 @@ class _ServerError(Exception):
 
 @dataclass(slots=True)
 class _Stream:
-    """The state of one response while it is read."""
+    """The state of one response while it is read. `start_s` moves to the time when the request goes out."""
 
+    start_s: float
     first_s: float | None = None
     last_s: float | None = None
     output_s: list[float] = field(default_factory=list)
@@ -145,7 +146,7 @@ class _Stream:
             self.is_done = True
             return
         try:
-            chunk = json.loads(data)
+            chunk = json.loads(data.decode())
             if chunk.get("error") or chunk.get("object") == "error":
                 raise _ServerError(f"error event: {_error_message(chunk)}")
             if usage := chunk.get("usage"):
@@ -157,8 +158,8 @@ class _Stream:
 
     def _add_choice(self, choice: Mapping[str, Any], now_s: float) -> None:
         delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("reasoning_content") or delta.get("reasoning") or ""
-        text += delta.get("content") or ""
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text = (choice.get("text") or "") + reasoning + (delta.get("content") or "")
         if text or delta.get("tool_calls"):
             self.text.append(text)
             self.num_outputs += 1
@@ -183,13 +184,13 @@ class _Stream:
         value = self.usage.get(name)
         return value if isinstance(value, int) else None
 
-    def result(self, request: ServeRequest, *, start_s: float, end_s: float, error: str | None) -> ServeResult:
+    def result(self, request: ServeRequest, *, end_s: float, error: str | None) -> ServeResult:
         counted = self.count("completion_tokens")
         num_prompt_tokens = self.count("prompt_tokens")
         # Tokens without any text show up at the end only.
         first_s = self.output_s[0] if self.output_s else self.last_s
         return ServeResult(
-            start_s=start_s,
+            start_s=self.start_s,
             end_s=end_s,
             max_tokens=request.max_tokens,
             first_s=first_s,
@@ -211,15 +212,26 @@ def open_session(api_key: str | None) -> aiohttp.ClientSession:
         import aiohttp
     except ImportError:
         raise ConfigError("bench serve needs aiohttp; install it with: pip install 'qwen-engine[bench]'") from None
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(_note_send)
     return aiohttp.ClientSession(
+        trace_configs=[trace],
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
     )
 
 
+async def _note_send(_session: object, context: Any, _params: object) -> None:
+    # Not earlier: with hundreds of requests at once, this process needs its time to open the connections.
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.start_s = asyncio.get_running_loop().time()
+
+
 async def ask_model(session: aiohttp.ClientSession, base_url: str) -> str:
     """The id of the first model the server lists. Raises ConfigError if it cannot be asked or lists none."""
+    import aiohttp
+
     url = f"{base_url}/v1/models"
     try:
         async with session.get(url) as response:
@@ -227,17 +239,22 @@ async def ask_model(session: aiohttp.ClientSession, base_url: str) -> str:
             if response.status != 200:
                 raise _ServerError(_http_error(response.status, body))
             return str(json.loads(body)["data"][0]["id"])
-    except (_ServerError, OSError, ValueError, LookupError, TypeError, *_transport_errors()) as error:
-        raise ConfigError(f"no model at {url} ({summary(error)}); start the server or pass --model") from None
+    except _ServerError as failure:
+        reason = str(failure)
+    except (OSError, ValueError, LookupError, TypeError, aiohttp.ClientError) as failure:
+        reason = summary(failure)
+    raise ConfigError(f"no model at {url} ({reason}); start the server or pass --model")
 
 
 async def complete(session: aiohttp.ClientSession, url: str, request: ServeRequest) -> ServeResult:
     """Sends one request and reads its stream to the end; failures are in the result, never raised."""
+    import aiohttp
+
     now = asyncio.get_running_loop().time
-    stream, decoder, error = _Stream(), SseDecoder(), None
-    start_s = now()
+    stream, decoder, error = _Stream(now()), SseDecoder(), None
+    headers = {"Content-Type": "application/json"}
     try:
-        async with session.post(url, data=request.body, headers={"Content-Type": "application/json"}) as response:
+        async with session.post(url, data=request.body, headers=headers, trace_request_ctx=stream) as response:
             if response.status != 200:
                 raise _ServerError(_http_error(response.status, await response.content.read(MAX_ERROR_BYTES)))
             async for data in response.content.iter_any():
@@ -247,15 +264,9 @@ async def complete(session: aiohttp.ClientSession, url: str, request: ServeReque
         error = stream.failure()
     except _ServerError as failure:
         error = str(failure)
-    except (OSError, ValueError, *_transport_errors()) as failure:
+    except (OSError, ValueError, aiohttp.ClientError) as failure:
         error = summary(failure)
-    return stream.result(request, start_s=start_s, end_s=now(), error=error)
-
-
-def _transport_errors() -> tuple[type[Exception], ...]:
-    import aiohttp
-
-    return (aiohttp.ClientError, asyncio.TimeoutError)
+    return stream.result(request, end_s=now(), error=error)
 
 
 def _http_error(status: int, body: bytes) -> str:
