@@ -257,7 +257,7 @@ async def complete(session: aiohttp.ClientSession, url: str, request: ServeReque
         async with session.post(url, data=request.body, headers=headers, trace_request_ctx=stream) as response:
             if response.status != 200:
                 raise _ServerError(_http_error(response.status, await response.content.read(MAX_ERROR_BYTES)))
-            async for data in response.content.iter_any():
+            while data := await response.content.readany():
                 now_s = now()
                 for event in decoder.feed(data):
                     stream.add(event, now_s)
