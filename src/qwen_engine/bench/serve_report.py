@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from qwen_engine.bench.serve_client import ServeResult
-from qwen_engine.errors import shown
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 MAX_CACHED_SHARE = 0.01  # of random prompts, beyond the prefix they are meant to share
 MAX_CLIENT_LAG_MS = 10.0
 MAX_SHOWN_ERRORS = 5
+MAX_SHOWN_ERROR_CHARS = 200
 
 
 def summarize(
@@ -177,6 +177,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines += ["", "ms    " + "".join(f"{name:>11}" for name in columns)]
         for metric in shown_metrics:
             lines.append(f"{metric:<6}" + "".join(f"{number(r[f'{name}_{metric}_ms']):>11}" for name in columns))
-    notes = [f"failed: {count} x {shown(text)}" for text, count in list(r["error_counts"].items())[:MAX_SHOWN_ERRORS]]
+    errors = list(r["error_counts"].items())[:MAX_SHOWN_ERRORS]
+    # A server's words may hold anything; repr makes one printable line of them.
+    notes = [f"failed: {count} x {text[:MAX_SHOWN_ERROR_CHARS]!r}" for text, count in errors]
     notes += [f"warning: {text}" for text in r["warnings"]]
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
