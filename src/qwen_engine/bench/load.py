@@ -1,0 +1,314 @@
+"""Puts a batch of random prompts through an engine and measures it; what the offline benchmarks have in common.
+
+Method of a decode step: t1 is the wall time of a batch that ends at its first token (best of some), t2 that of an equal
+batch that goes on to `output_tokens`; a step takes (t2 - t1) / (output_tokens - 1). Prompts are never used twice unless
+sharing is the point, so that the prefix cache does not answer for the model.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from qwen_engine.bench.results import Check
+from qwen_engine.bench.roofline import decode_work
+from qwen_engine.engine.output_processor import RequestState
+from qwen_engine.errors import EngineDeadError
+from qwen_engine.llm import LLM
+from qwen_engine.request import SamplingParams
+
+DISTRIBUTION_POINTS = 101
+MAX_RANDOM_CACHED_SHARE = 0.01
+"""Random prompts of which more than this share came from the prefix cache were not random, or not new."""
+STALL_TIMEOUT_S = 60.0
+_SPARE_STEPS = 16
+_LARGEST_TOKEN_ID = 150_000  # Qwen's special tokens lie above
+
+Row = dict[str, Any]
+
+
+class PromptSource:
+    """Random prompts. Every call draws new ones; `seed` None differs from run to run, and is then chosen here."""
+
+    def __init__(self, vocab_size: int, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(32) if seed is None else seed
+        self._num_ids = min(vocab_size, _LARGEST_TOKEN_ID)
+        self._num_calls = 0
+
+    def draw(self, name: str, lengths: Sequence[int], prefix: Sequence[int] = ()) -> list[list[int]]:
+        """Prompts of these lengths in tokens, `prefix` at the head of each."""
+        rng = np.random.default_rng([self.seed, self._num_calls, zlib.crc32(name.encode())])
+        self._num_calls += 1
+        return [[*prefix, *rng.integers(self._num_ids, size=length - len(prefix)).tolist()] for length in lengths]
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """What one batch did. `rows` has one object a request, in order; an interrupt or a failure leaves what there was.
+
+    total_s: until the last token; first_tokens_s: until every request had its first one (None if some never had).
+    gaps_s: spans between outputs of one request, all requests together.
+    """
+
+    phase: str
+    rows: list[Row] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    total_s: float = 0.0
+    first_tokens_s: float | None = None
+    num_steps: int = 0
+    max_silent_s: float = 0.0
+    max_silent_steps: int = 0
+    stall: str | None = None
+    failure: str | None = None
+    interrupted: bool = False
+
+    @property
+    def ended_early(self) -> bool:
+        return self.interrupted or self.stall is not None or self.failure is not None
+
+
+def run_batch(
+    llm: LLM,
+    phase: str,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: Sequence[int],
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    show_progress: bool | None = False,
+) -> BatchRun:
+    """Completes token prompts greedily to exactly `output_tokens` each, end-of-sequence tokens ignored.
+
+    It ends early on Ctrl-C, when the engine dies, and when nothing comes out for `stall_timeout_s` or for more steps
+    than computing every prompt four times would take. show_progress: None shows a bar on a terminal only.
+    """
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in output_tokens]
+    run = BatchRun(phase)
+    budget = llm.config.max_num_batched_tokens
+    max_silent_steps = _SPARE_STEPS + 4 * -(-sum(map(len, prompts)) // budget)
+    bar = tqdm(
+        total=sum(output_tokens),
+        desc=phase,
+        unit="tok",
+        leave=False,
+        disable=None if show_progress is None else not show_progress,
+    )
+    start = time.perf_counter()
+    states, steps = llm.track([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    times: dict[str, list[float]] = {state.request_id: [] for state in states}
+    last_output, silent_steps = start, 0
+    with bar, closing(steps):
+        try:
+            for moved in steps:
+                now = time.perf_counter()
+                run.num_steps += 1
+                silent_steps = 0 if moved else silent_steps + 1
+                run.max_silent_steps = max(run.max_silent_steps, silent_steps)
+                run.max_silent_s = max(run.max_silent_s, now - last_output)
+                if now - last_output > stall_timeout_s or silent_steps > max_silent_steps:
+                    run.stall = f"no output for {now - last_output:.1f} s and {silent_steps} steps"
+                    break
+                if moved:
+                    last_output = now
+                    bar.update(len(moved))
+                    for state in moved:
+                        times[state.request_id].append(now)
+        except KeyboardInterrupt:
+            run.interrupted = True
+        except EngineDeadError as error:
+            run.failure = str(error)
+    run.total_s = (last_output if not run.ended_early else time.perf_counter()) - start
+    firsts = [of_request[0] for of_request in times.values() if of_request]
+    run.first_tokens_s = max(firsts) - start if len(firsts) == len(states) else None
+    for index, (state, expected) in enumerate(zip(states, output_tokens)):
+        gaps = np.diff(times[state.request_id])
+        run.gaps_s += gaps.tolist()
+        run.rows.append(_row(phase, index, state, expected, times[state.request_id], gaps, start))
+    return run
+
+
+def _row(
+    phase: str, index: int, state: RequestState, expected: int, times: Sequence[float], gaps: np.ndarray, start: float
+) -> Row:
+    num_output = state.num_output_tokens
+    return {
+        "phase": phase,
+        "index": index,
+        "prompt_tokens": len(state.prompt_token_ids),
+        "expected_output_tokens": expected,
+        "output_tokens": num_output,
+        "cached_tokens": state.sequences[0].num_cached_tokens,
+        "finish_reason": state.sequences[0].finish_reason,
+        "preemptions": state.sequences[0].num_preemptions,
+        "ttft_s": times[0] - start if times else None,
+        "e2e_s": times[-1] - start if times else None,
+        "tpot_s": (times[-1] - times[0]) / (num_output - 1) if num_output > 1 else None,
+        "max_itl_s": float(gaps.max()) if gaps.size else None,
+    }
+
+
+@dataclass(slots=True)
+class Measurement:
+    """A load measured by the method above: the batches that ended at the first token, and the whole one."""
+
+    runs: list[BatchRun]
+    whole: BatchRun | None
+
+    @property
+    def ended_early(self) -> bool:
+        return any(run.ended_early for run in self.runs)
+
+
+def measure(
+    llm: LLM,
+    name: str,
+    source: PromptSource,
+    *,
+    num_requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    prefix: Sequence[int] = (),
+    num_first_runs: int = 2,
+    **options: Any,
+) -> Measurement:
+    """Runs `num_first_runs` batches to the first token, then one to the end. `options` are `run_batch`'s."""
+    runs: list[BatchRun] = []
+    for index in range(num_first_runs + 1):
+        is_whole = index == num_first_runs
+        phase = name if is_whole else f"{name}/first-token-{index + 1}"
+        prompts = source.draw(phase, [prompt_tokens] * num_requests, prefix)
+        runs.append(run_batch(llm, phase, prompts, [output_tokens if is_whole else 1] * num_requests, **options))
+        if runs[-1].ended_early:
+            return Measurement(runs, runs[-1] if is_whole else None)
+    return Measurement(runs, runs[-1])
+
+
+def metrics_of(llm: LLM, measurement: Measurement) -> dict[str, float | None]:
+    """Flat figures of a measured load; null where its runs do not define one."""
+    firsts = [run.total_s for run in measurement.runs if run is not measurement.whole and not run.ended_early]
+    whole = measurement.whole
+    t1 = min(firsts) if firsts else None
+    metrics: dict[str, float | None] = {"first_token_s": t1, "total_s": None}
+    rows = whole.rows if whole is not None else []
+    if firsts:
+        num_prompt = sum(row["prompt_tokens"] for row in measurement.runs[0].rows)
+        metrics["prefill_tok_s"] = ratio(num_prompt, t1)
+    if whole is None or whole.ended_early:
+        return metrics
+    num_output = sum(row["output_tokens"] for row in rows)
+    metrics |= {
+        "total_s": whole.total_s,
+        "output_tok_s": ratio(num_output, whole.total_s),
+        "requests_per_s": ratio(len(rows), whole.total_s),
+    }
+    num_steps = max(row["output_tokens"] for row in rows) - 1
+    if t1 is not None and num_steps > 0 and whole.total_s > t1:
+        step_s = (whole.total_s - t1) / num_steps
+        metrics["decode_step_ms"] = 1e3 * step_s
+        metrics["decode_tok_s"] = (num_output - len(rows)) / (whole.total_s - t1)
+        num_context = sum(row["prompt_tokens"] + row["output_tokens"] / 2 for row in rows)
+        work = decode_work(
+            llm.core.model_config,
+            num_rows=len(rows),
+            context_tokens=num_context,
+            dtype_bytes=llm.core.setup.dtype.itemsize,
+            num_ranks=llm.config.tensor_parallel_size,
+        )
+        metrics["decode_flop_per_byte"] = work.flops / work.num_bytes
+        metrics["decode_tflop_s_per_rank"] = work.flops / step_s / 1e12
+        metrics["decode_tb_s_per_rank"] = work.num_bytes / step_s / 1e12
+    metrics |= latencies(whole)
+    return metrics
+
+
+def latencies(run: BatchRun) -> dict[str, float | None]:
+    """mean, median, std, p90, p95 and p99 of ttft, tpot, itl and e2el in milliseconds."""
+    spans = {
+        "ttft": [row["ttft_s"] for row in run.rows],
+        "tpot": [row["tpot_s"] for row in run.rows],
+        "itl": run.gaps_s,
+        "e2el": [row["e2e_s"] for row in run.rows],
+    }
+    metrics: dict[str, float | None] = {}
+    for name, values in spans.items():
+        metrics |= summary(name, [value for value in values if value is not None])
+    return metrics
+
+
+def summary(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
+    """Statistics of spans in seconds as `<statistic>_<name>_ms`; all null without values."""
+    keys = [f"{statistic}_{name}_ms" for statistic in ("mean", "median", "std", "p90", "p95", "p99")]
+    if not len(values_s):
+        return dict.fromkeys(keys)
+    values = 1e3 * np.asarray(values_s)
+    figures = [values.mean(), np.median(values), values.std(), *np.percentile(values, [90, 95, 99])]
+    return dict(zip(keys, map(float, figures)))
+
+
+def distributions(run: BatchRun) -> dict[str, list[float]]:
+    """Quantiles 0, 0.01, … 1 of time to first token and of the gaps between outputs, in seconds."""
+    spans = {"ttft_s": [row["ttft_s"] for row in run.rows if row["ttft_s"] is not None], "itl_s": run.gaps_s}
+    points = np.linspace(0, 1, DISTRIBUTION_POINTS)
+    return {name: np.quantile(values, points).tolist() for name, values in spans.items() if len(values)}
+
+
+def check_batches(runs: Sequence[BatchRun]) -> list[Check]:
+    """That every request ended with exactly the tokens asked for, and that outputs kept coming."""
+    rows = [row for run in runs for row in run.rows]
+    wrong = [
+        row for row in rows if row["finish_reason"] != "length" or row["output_tokens"] != row["expected_output_tokens"]
+    ]
+    detail = f"{len(rows) - len(wrong)} of {len(rows)} requests have exactly the tokens asked for"
+    if wrong:
+        row = wrong[0]
+        detail += (
+            f"; {row['phase']} request {row['index']} ended as {row['finish_reason']} "
+            f"with {row['output_tokens']} of {row['expected_output_tokens']}"
+        )
+    failure = next((run.failure for run in runs if run.failure is not None), None)
+    stall = next((f"{run.phase}: {run.stall}" for run in runs if run.stall is not None), None)
+    longest_s = max((run.max_silent_s for run in runs), default=0.0)
+    longest_steps = max((run.max_silent_steps for run in runs), default=0)
+    return [
+        Check("requests complete", not wrong and bool(rows), detail),
+        Check("no stall", stall is None, stall or f"longest silence {longest_s:.2f} s, {longest_steps} steps"),
+        Check("engine alive", failure is None, failure or "it is"),
+    ]
+
+
+def check_pool(llm: LLM) -> Check:
+    """That the engine holds nothing any more: every block free, every invariant of the scheduler true."""
+    scheduler = llm.core.scheduler
+    manager = scheduler.block_manager
+    detail = f"{manager.num_free_blocks} of {manager.num_blocks} blocks free, {len(scheduler.requests)} requests left"
+    try:
+        scheduler.check()
+    except AssertionError as error:
+        return Check("pool whole", False, f"{detail}; {error}")
+    whole = manager.num_free_blocks == manager.num_blocks and not scheduler.requests
+    return Check("pool whole", whole, detail)
+
+
+def check_fresh(rows: Iterable[Mapping[str, Any]]) -> Check:
+    """That the prefix cache did not answer random prompts."""
+    share = cached_share(rows)
+    detail = f"{100 * (share or 0):.2f} % of the random prompt tokens came from the prefix cache"
+    return Check("prompts fresh", share is not None and share <= MAX_RANDOM_CACHED_SHARE, detail)
+
+
+def cached_share(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Cached tokens over prompt tokens; None without requests."""
+    rows = list(rows)
+    return ratio(sum(row["cached_tokens"] for row in rows), sum(row["prompt_tokens"] for row in rows))
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    """value / base, None where it is not defined."""
+    return None if value is None or not base else value / base
