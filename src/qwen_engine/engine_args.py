@@ -14,11 +14,8 @@ _PREFIX = "engine_"
 _WITHOUT_FLAG = {"model", "skip_tokenizer_init"}
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """One flag per field of EngineConfig; the help is the field's line in its docstring.
-
-    defaults: replace the fields' own.
-    """
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per field of EngineConfig; the help is the field's line in its docstring."""
     group = parser.add_argument_group("engine")
     helps = dict(re.findall(r"^ *(\w+): (.+)$", EngineConfig.__doc__ or "", flags=re.MULTILINE))
     for field in dataclasses.fields(EngineConfig):
@@ -26,14 +23,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> No
             continue
         flag = "--" + field.name.replace("_", "-")
         text = helps.get(field.name, "").replace("%", "%%")
-        default = defaults.get(field.name, field.default)
-        options: dict[str, Any] = {"dest": _PREFIX + field.name, "default": default}
+        options: dict[str, Any] = {"dest": _PREFIX + field.name, "default": field.default}
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = int if field.default is None else type(field.default)
             options["metavar"] = "N" if options["type"] is int else options["type"].__name__.upper()
-            text += "" if default is None else f" (default: {default})"
+            text += "" if field.default is None else f" (default: {field.default})"
         group.add_argument(flag, help=text, **options)
 
 

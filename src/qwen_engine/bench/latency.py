@@ -1,7 +1,7 @@
 """Run one batch again and again and report its latency: the whole, the first token, and the decode step between.
 
-Each iteration has new prompts. A decode step is (t2 - t1) / (output length - 1), where t1 is the best of the batches that
-ended at their first token and t2 the median of those that went on to the end.
+Each iteration has new prompts. A decode step is (t2 - t1) / (output length - 1), where t1 is the best of the batches
+that ended at their first token and t2 the median of those that went on to the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qwen_engine.bench.load import (
     run_batch,
     summary,
 )
-from qwen_engine.bench.output import add_common_arguments, add_results_dir_argument, at_least, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
 from qwen_engine.bench.results import new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.llm import LLM
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=at_least(1), default=128, help="output tokens (128)")
     parser.add_argument("--num-iters-warmup", type=at_least(0), default=10, help="iterations before the measured ones")
     parser.add_argument("--num-iters", type=at_least(1), default=30, help="measured iterations (30)")
-    add_results_dir_argument(parser)
     add_common_arguments(parser)
 
 

@@ -36,13 +36,13 @@ _SHOWN = (
 )
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, **engine_defaults: Any) -> None:
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every benchmark that loads a model: the model, the folder, the prompts' seed, the engine."""
     add_results_dir_argument(parser)
     parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default)")
     parser.add_argument("--prompt-seed", type=int, help="of the random prompts (default: another one each run)")
     parser.add_argument("--verbose", action="store_true", help="log each phase of the start")
-    add_engine_arguments(parser, **engine_defaults)
+    add_engine_arguments(parser)
 
 
 def add_results_dir_argument(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Put many random requests through the engine at once and report requests and tokens per second.
 
-With fixed lengths, or lengths spread evenly (--random-range-ratio), or spread as conversations are (--dataset-name chat:
-log-normal around the given lengths, so that a few are several times as long).
+With fixed lengths, or lengths spread evenly (--random-range-ratio), or spread as conversations are (--dataset-name
+chat: log-normal around the given lengths, so that a few are several times as long).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qwen_engine.bench.load import (
     ratio,
     run_batch,
 )
-from qwen_engine.bench.output import add_common_arguments, add_results_dir_argument, at_least, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
 from qwen_engine.bench.results import new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError
@@ -52,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random-prefix-len", type=at_least(0), default=0, help="tokens that all prompts share, on top (0)"
     )
-    add_results_dir_argument(parser)
     add_common_arguments(parser)
 
 
