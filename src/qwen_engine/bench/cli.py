@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         )
         parser.add_argument("command", choices=list(commands), metavar="|".join(commands), help="see below")
         parser.parse_args(rest)
-        raise AssertionError("a known command was not dispatched")
+        parser.error("the command comes first, its options after it")
     module = importlib.import_module(_module(rest[0]) or "")
     parser = argparse.ArgumentParser(
         prog=f"python -m qwen_engine {group} {rest[0]}",
@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(verbose=False, run=module.run)
+    parser.set_defaults(verbose=False, run=module.run, argv=list(argv))
     module.add_arguments(parser)
     return parser.parse_args(rest[1:])
 

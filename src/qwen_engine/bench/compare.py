@@ -1,5 +1,5 @@
-"""Compare two results metric by metric. The exit code is 1 if the new one is worse by more than the tolerance, if a check
-fails that passed, or if a figure is gone; 2 if one of them cannot be read.
+"""Compare two results metric by metric. The exit code is 1 if the new one is worse by more than the tolerance, if a
+check fails that passed, or if a figure is gone; 2 if one of them cannot be read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from qwen_engine.bench.output import fraction, number
 from qwen_engine.bench.results import device_label, read_result
+from qwen_engine.errors import shown
 
 # Of a metric's name, phases in front and all: what tells that more is better, or less. Others are no judgement.
 _HIGHER = re.compile(r"(_tok_s|_per_s|throughput|goodput|hit_rate|speedup|_t(b|flop)_s_per_rank|kv_cache_tokens)$")
@@ -103,7 +104,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
     for what, before, after in sides:
         if before != after:
-            notes.append(f"note: {what} was {before}, is {after}")
+            notes.append(f"note: {what} was {shown(before)}, is {shown(after)}")
     return notes
 
 

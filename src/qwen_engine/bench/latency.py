@@ -18,14 +18,14 @@ from qwen_engine.bench.load import (
     cached_share,
     check_batches,
     check_fresh,
-    check_pool,
     distributions,
     metrics_of,
+    pool_checks,
     run_batch,
-    summary,
+    statistics_of,
 )
 from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
-from qwen_engine.bench.results import new_result, write_result
+from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.llm import LLM
 
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`bench latency`: one result file, its table on stdout."""
+    check_writable(args.results_dir)
     with LLM(args.model, **{"skip_tokenizer_init": True, **engine_options(args)}) as llm:
         result = measure_latency(llm, args, show_progress=None)
     path = write_result(result, args.results_dir)
@@ -66,8 +67,7 @@ def measure_latency(llm: LLM, args: argparse.Namespace, *, show_progress: bool |
             break
     interrupted = runs[-1].interrupted
     checks = [*check_batches(runs), check_fresh(row for run in runs for row in run.rows)]
-    if checks[2].passed:
-        checks.append(check_pool(llm))
+    checks += pool_checks(llm, runs)
     measured = [run for run in runs if run.phase.startswith("iteration") and not run.ended_early]
     firsts = [run for run in runs if run.phase.startswith("first-token") and not run.ended_early]
     measured.sort(key=lambda run: run.total_s)
@@ -76,7 +76,7 @@ def measure_latency(llm: LLM, args: argparse.Namespace, *, show_progress: bool |
     metrics = {
         "concurrency": args.batch_size,
         "avg_latency_s": statistics.fmean(totals_s) if totals_s else None,
-        **summary("latency", totals_s),
+        **statistics_of("latency", totals_s),
         "cached_token_share": cached_share(row for run in runs for row in run.rows),
         **metrics_of(llm, Measurement([*firsts, *([median] if median else [])], median)),
     }

@@ -7,11 +7,12 @@ sharing is the point, so that the prefix cache does not answer for the model.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +22,17 @@ from tqdm import tqdm
 from qwen_engine.bench.results import Check
 from qwen_engine.bench.roofline import decode_work
 from qwen_engine.engine.output_processor import RequestState
-from qwen_engine.errors import EngineDeadError
+from qwen_engine.errors import EngineDeadError, RequestError, summary
 from qwen_engine.llm import LLM
 from qwen_engine.request import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 DISTRIBUTION_POINTS = 101
 MAX_RANDOM_CACHED_SHARE = 0.01
 """Random prompts of which more than this share came from the prefix cache were not random, or not new."""
 STALL_TIMEOUT_S = 60.0
+ENGINE_ALIVE = "engine alive"
 _SPARE_STEPS = 16
 _LARGEST_TOKEN_ID = 150_000  # Qwen's special tokens lie above
 
@@ -55,7 +59,7 @@ class BatchRun:
     """What one batch did. `rows` has one object a request, in order; an interrupt or a failure leaves what there was.
 
     total_s: until the last token; first_tokens_s: until every request had its first one (None if some never had).
-    gaps_s: spans between outputs of one request, all requests together.
+    gaps_s: spans between outputs of one request, all completed requests together.
     """
 
     phase: str
@@ -75,6 +79,67 @@ class BatchRun:
         return self.interrupted or self.stall is not None or self.failure is not None
 
 
+class _Recorder:
+    """Follows a batch step by step: when each request moved, and how long nothing came out at all."""
+
+    def __init__(self, run: BatchRun, *, stall_timeout_s: float, max_silent_steps: int) -> None:
+        self.run = run
+        self.start = self.last_output = time.perf_counter()
+        self.times: dict[str, list[float]] = {}
+        self._stall_timeout_s = stall_timeout_s
+        self._max_silent_steps = max_silent_steps
+        self._silent_steps = 0
+
+    def take(self, moved: Sequence[RequestState]) -> bool:
+        """Notes a step that moved these requests; False if the batch stalls."""
+        now = time.perf_counter()
+        run, silent_s = self.run, now - self.last_output
+        self._silent_steps = 0 if moved else self._silent_steps + 1
+        run.num_steps += 1
+        run.max_silent_steps = max(run.max_silent_steps, self._silent_steps)
+        run.max_silent_s = max(run.max_silent_s, silent_s)
+        if silent_s > self._stall_timeout_s or self._silent_steps > self._max_silent_steps:
+            run.stall = f"no output for {silent_s:.1f} s and {self._silent_steps} steps"
+            return False
+        if moved:
+            self.last_output = now
+            for state in moved:
+                self.times.setdefault(state.request_id, []).append(now)
+        return True
+
+    def finish(self, states: Sequence[RequestState], output_tokens: Sequence[int]) -> None:
+        """Sums up what was noted of all requests."""
+        run = self.run
+        run.total_s = (time.perf_counter() if run.ended_early else self.last_output) - self.start
+        if states and len(self.times) == len(states):
+            run.first_tokens_s = max(times[0] for times in self.times.values()) - self.start
+        for index, (state, expected) in enumerate(zip(states, output_tokens)):
+            row, gaps_s = self._row(index, state, expected)
+            run.rows.append(row)
+            if row["finish_reason"] == "length":
+                run.gaps_s += gaps_s.tolist()
+
+    def _row(self, index: int, state: RequestState, expected_tokens: int) -> tuple[Row, np.ndarray]:
+        times = self.times.get(state.request_id, [])
+        gaps_s = np.diff(times)
+        num_output, sequence = state.num_output_tokens, state.sequences[0]
+        row = {
+            "phase": self.run.phase,
+            "index": index,
+            "prompt_tokens": len(state.prompt_token_ids),
+            "expected_output_tokens": expected_tokens,
+            "output_tokens": num_output,
+            "cached_tokens": sequence.num_cached_tokens,
+            "finish_reason": sequence.finish_reason,
+            "preemptions": sequence.num_preemptions,
+            "ttft_s": times[0] - self.start if times else None,
+            "e2e_s": times[-1] - self.start if times else None,
+            "tpot_s": (times[-1] - times[0]) / (num_output - 1) if num_output > 1 else None,
+            "max_itl_s": float(gaps_s.max()) if gaps_s.size else None,
+        }
+        return row, gaps_s
+
+
 def run_batch(
     llm: LLM,
     phase: str,
@@ -86,72 +151,34 @@ def run_batch(
 ) -> BatchRun:
     """Completes token prompts greedily to exactly `output_tokens` each, end-of-sequence tokens ignored.
 
-    It ends early on Ctrl-C, when the engine dies, and when nothing comes out for `stall_timeout_s` or for more steps
-    than computing every prompt four times would take. show_progress: None shows a bar on a terminal only.
+    Raises RequestError if one of them can never run. It ends early on Ctrl-C, when the engine fails, and when nothing
+    comes out for `stall_timeout_s` or for more steps than computing every prompt four times would take.
+    show_progress: None shows a bar on a terminal only.
     """
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in output_tokens]
     run = BatchRun(phase)
-    budget = llm.config.max_num_batched_tokens
-    max_silent_steps = _SPARE_STEPS + 4 * -(-sum(map(len, prompts)) // budget)
-    bar = tqdm(
-        total=sum(output_tokens),
-        desc=phase,
-        unit="tok",
-        leave=False,
-        disable=None if show_progress is None else not show_progress,
-    )
-    start = time.perf_counter()
-    states, steps = llm.track([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    times: dict[str, list[float]] = {state.request_id: [] for state in states}
-    last_output, silent_steps = start, 0
-    with bar, closing(steps):
+    prefill_steps = -(-sum(map(len, prompts)) // llm.config.max_num_batched_tokens)
+    disable = None if show_progress is None else not show_progress
+    bar = tqdm(total=sum(output_tokens), desc=phase, unit="tok", leave=False, disable=disable)
+    states: list[RequestState] = []
+    recorder = _Recorder(run, stall_timeout_s=stall_timeout_s, max_silent_steps=_SPARE_STEPS + 4 * prefill_steps)
+    with bar, ExitStack() as stack:
         try:
+            states, steps = llm.track([{"prompt_token_ids": prompt} for prompt in prompts], params)
+            stack.enter_context(closing(steps))
             for moved in steps:
-                now = time.perf_counter()
-                run.num_steps += 1
-                silent_steps = 0 if moved else silent_steps + 1
-                run.max_silent_steps = max(run.max_silent_steps, silent_steps)
-                run.max_silent_s = max(run.max_silent_s, now - last_output)
-                if now - last_output > stall_timeout_s or silent_steps > max_silent_steps:
-                    run.stall = f"no output for {now - last_output:.1f} s and {silent_steps} steps"
+                if not recorder.take(moved):
                     break
-                if moved:
-                    last_output = now
-                    bar.update(len(moved))
-                    for state in moved:
-                        times[state.request_id].append(now)
+                bar.update(len(moved))
         except KeyboardInterrupt:
             run.interrupted = True
-        except EngineDeadError as error:
-            run.failure = str(error)
-    run.total_s = (last_output if not run.ended_early else time.perf_counter()) - start
-    firsts = [of_request[0] for of_request in times.values() if of_request]
-    run.first_tokens_s = max(firsts) - start if len(firsts) == len(states) else None
-    for index, (state, expected) in enumerate(zip(states, output_tokens)):
-        gaps = np.diff(times[state.request_id])
-        run.gaps_s += gaps.tolist()
-        run.rows.append(_row(phase, index, state, expected, times[state.request_id], gaps, start))
+        except RequestError:
+            raise
+        except Exception as error:  # whatever it is, what was measured is kept and the failure written down
+            logger.warning("%s failed", phase, exc_info=not isinstance(error, EngineDeadError))
+            run.failure = summary(error)
+    recorder.finish(states, output_tokens)
     return run
-
-
-def _row(
-    phase: str, index: int, state: RequestState, expected: int, times: Sequence[float], gaps: np.ndarray, start: float
-) -> Row:
-    num_output = state.num_output_tokens
-    return {
-        "phase": phase,
-        "index": index,
-        "prompt_tokens": len(state.prompt_token_ids),
-        "expected_output_tokens": expected,
-        "output_tokens": num_output,
-        "cached_tokens": state.sequences[0].num_cached_tokens,
-        "finish_reason": state.sequences[0].finish_reason,
-        "preemptions": state.sequences[0].num_preemptions,
-        "ttft_s": times[0] - start if times else None,
-        "e2e_s": times[-1] - start if times else None,
-        "tpot_s": (times[-1] - times[0]) / (num_output - 1) if num_output > 1 else None,
-        "max_itl_s": float(gaps.max()) if gaps.size else None,
-    }
 
 
 @dataclass(slots=True)
@@ -229,20 +256,21 @@ def metrics_of(llm: LLM, measurement: Measurement) -> dict[str, float | None]:
 
 
 def latencies(run: BatchRun) -> dict[str, float | None]:
-    """mean, median, std, p90, p95 and p99 of ttft, tpot, itl and e2el in milliseconds."""
+    """mean, median, std, p90, p95 and p99 of ttft, tpot, itl and e2el in ms, of requests that completed."""
+    rows = completed(run.rows)
     spans = {
-        "ttft": [row["ttft_s"] for row in run.rows],
-        "tpot": [row["tpot_s"] for row in run.rows],
+        "ttft": [row["ttft_s"] for row in rows],
+        "tpot": [row["tpot_s"] for row in rows],
         "itl": run.gaps_s,
-        "e2el": [row["e2e_s"] for row in run.rows],
+        "e2el": [row["e2e_s"] for row in rows],
     }
     metrics: dict[str, float | None] = {}
     for name, values in spans.items():
-        metrics |= summary(name, [value for value in values if value is not None])
+        metrics |= statistics_of(name, [value for value in values if value is not None])
     return metrics
 
 
-def summary(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
+def statistics_of(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
     """Statistics of spans in seconds as `<statistic>_<name>_ms`; all null without values."""
     keys = [f"{statistic}_{name}_ms" for statistic in ("mean", "median", "std", "p90", "p95", "p99")]
     if not len(values_s):
@@ -254,9 +282,14 @@ def summary(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
 
 def distributions(run: BatchRun) -> dict[str, list[float]]:
     """Quantiles 0, 0.01, … 1 of time to first token and of the gaps between outputs, in seconds."""
-    spans = {"ttft_s": [row["ttft_s"] for row in run.rows if row["ttft_s"] is not None], "itl_s": run.gaps_s}
+    spans = {"ttft_s": [row["ttft_s"] for row in completed(run.rows)], "itl_s": run.gaps_s}
     points = np.linspace(0, 1, DISTRIBUTION_POINTS)
     return {name: np.quantile(values, points).tolist() for name, values in spans.items() if len(values)}
+
+
+def completed(rows: Iterable[Row]) -> list[Row]:
+    """Rows of requests that ended because they had all their tokens."""
+    return [row for row in rows if row["finish_reason"] == "length"]
 
 
 def check_batches(runs: Sequence[BatchRun]) -> list[Check]:
@@ -279,8 +312,13 @@ def check_batches(runs: Sequence[BatchRun]) -> list[Check]:
     return [
         Check("requests complete", not wrong and bool(rows), detail),
         Check("no stall", stall is None, stall or f"longest silence {longest_s:.2f} s, {longest_steps} steps"),
-        Check("engine alive", failure is None, failure or "it is"),
+        Check(ENGINE_ALIVE, failure is None, failure or "it is"),
     ]
+
+
+def pool_checks(llm: LLM, runs: Sequence[BatchRun]) -> list[Check]:
+    """`check_pool`, unless the engine failed: then it has no pool that could be whole."""
+    return [] if any(run.failure for run in runs) else [check_pool(llm)]
 
 
 def check_pool(llm: LLM) -> Check:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from qwen_engine.bench.results import device_label
 from qwen_engine.bench.roofline import CEILINGS
@@ -47,15 +49,14 @@ def _decode_speed(entries: Sequence[Entry]) -> Plot | None:
     figure, axes = _figure("requests at once", "decode, tokens per second")
     for marker, (setting, values) in zip(_MARKERS * len(points), points.items()):
         values.sort()
-        xs, ys, labels = zip(*values)
+        xs, ys, _ = zip(*values)
         axes.plot(xs, ys, marker, markersize=7, label=setting)
         for x, y, label in values:
             axes.annotate(label, (x, y), textcoords="offset points", xytext=(7, -3), fontsize=7)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.margins(x=0.25, y=0.15)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
+    _plain_ticks(axes)
     axes.legend(fontsize=8)
     return "decode-speed", "Decode speed against the number of requests that run at once", figure
 
@@ -65,18 +66,21 @@ def _distributions(entries: Sequence[Entry]) -> Plot | None:
     drawn = [entry for entry in entries if entry.result["distributions"]]
     if not drawn:
         return None
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     for axes, name, label in zip(
         figure.subplots(1, 2), ("ttft_s", "itl_s"), ("time to first token, ms", "between two tokens, ms")
     ):
         for entry in drawn:
-            values = entry.result["distributions"].get(name)
-            if values:
-                share = np.linspace(0, 100, len(values))
-                axes.plot(1e3 * np.asarray(values), share, label=f"{entry.result['name']}, {entry.setting}")
+            for key, values in entry.result["distributions"].items():
+                if values and key.endswith(name):
+                    phase = key.removesuffix(name).rstrip("_")
+                    load = f"{entry.result['name']} {phase}".rstrip()
+                    share = np.linspace(0, 100, len(values))
+                    axes.plot(1e3 * np.asarray(values), share, label=f"{load}, {entry.setting}")
         _label(axes, label, "% of requests" if name == "ttft_s" else "% of gaps")
         axes.set_xscale("log")
-    axes.legend(fontsize=7)
+        _plain_ticks(axes)
+    _legend_below(figure, axes)
     return (
         "latency",
         "Time to first token and between tokens: the share that is at most so long",
@@ -100,15 +104,14 @@ def _memory(entries: Sequence[Entry]) -> Plot | None:
             bars[entry.setting] = (memory["host_peak_bytes"] / GIB, 0.0)
     if not bars:
         return None
-    figure, axes = _figure("", "GiB", height=1.2 + 0.45 * len(bars))
+    figure, axes = _figure("GiB", "", height=1.4 + 0.45 * len(bars))
     rest, kv = (np.array(values) for values in zip(*bars.values()))
     names = list(bars)
-    axes.barh(names, rest, label="weights, workspaces, process", color="tab:blue")
-    axes.barh(names, kv, left=rest, label="KV cache", color="tab:orange")
-    axes.set_xlabel("GiB (on a CPU: most that the process had resident)")
-    axes.set_ylabel("")
-    axes.legend(fontsize=8)
-    return "memory", "Memory in use while the engine runs", figure
+    axes.barh(names, rest, height=0.5, label="weights, workspaces, process", color="tab:blue")
+    if kv.any():
+        axes.barh(names, kv, height=0.5, left=rest, label="KV cache", color="tab:orange")
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return "memory", "Memory in use while the engine runs (on a CPU: the most that the process had resident)", figure
 
 
 def _roofline(entries: Sequence[Entry]) -> Plot | None:
@@ -119,7 +122,7 @@ def _roofline(entries: Sequence[Entry]) -> Plot | None:
         for label, prefix, metrics in _loads(entry):
             x, y = metrics.get(f"{prefix}decode_flop_per_byte"), metrics.get(f"{prefix}decode_tflop_s_per_rank")
             if x and y:
-                points.setdefault(f"{entry.result['name']} {label}, {entry.setting}", []).append((x, y))
+                points.setdefault(f"{label}, {entry.setting}", []).append((x, y))
                 devices.add(device_label(entry.result).split("x")[0])
     if not points:
         return None
@@ -135,7 +138,8 @@ def _roofline(entries: Sequence[Entry]) -> Plot | None:
         axes.plot(xs, roof, color="black", linewidth=1, label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.legend(fontsize=7)
+    _plain_ticks(axes)
+    _legend_below(figure, axes)
     roofs = "below the measured limits of the device" if known else "(no limits are known for these devices)"
     return "roofline", f"Decode steps {roofs}", figure
 
@@ -143,15 +147,27 @@ def _roofline(entries: Sequence[Entry]) -> Plot | None:
 def _loads(entry: Entry) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(label, prefix of its metrics, metrics) of each load of a result."""
     metrics = entry.result["metrics"]
-    prefixes = [name.removesuffix("concurrency") for name in metrics if name.endswith("concurrency")]
+    prefixes = [name.removesuffix("concurrency") for name in metrics if re.fullmatch(r"(\w+_)?concurrency", name)]
     return [(f"{entry.result['name']} {prefix.rstrip('_')}".rstrip(), prefix, metrics) for prefix in prefixes]
 
 
-def _figure(x_label: str, y_label: str, height: float = 4.5) -> tuple[Figure, Axes]:
+def _figure(x_label: str, y_label: str, height: float = 5.0) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.5, height), layout="constrained")
     axes = figure.subplots()
     _label(axes, x_label, y_label)
     return figure, axes
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    """Outside of the axes, where it hides no point, however many there are."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7)
+
+
+def _plain_ticks(axes: Axes) -> None:
+    """Numbers such as 60 and 200, not powers, on logarithmic axes."""
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
 
 
 def _label(axes: Axes, x_label: str, y_label: str) -> None:

@@ -6,6 +6,7 @@ Of results of one benchmark, model and device the newest speaks; older ones are 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,19 @@ from typing import Any
 
 from qwen_engine.bench.output import add_results_dir_argument, number
 from qwen_engine.bench.results import ResultError, device_label, read_result, write_atomically
+from qwen_engine.config import EngineConfig
 
+# Options that are not repeated with each figure: others tell the same, or they do not matter to speed.
+_TOLD_ELSEWHERE = {
+    "model",
+    "device",
+    "dtype",
+    "tensor_parallel_size",
+    "load_format",
+    "skip_tokenizer_init",
+    "max_model_len",
+    "seed",
+}
 PLOT_FOLDER = "plots"
 GIB = 1 << 30
 
@@ -34,11 +47,18 @@ class Entry:
 
     @property
     def setting(self) -> str:
-        """Model and device, as a reader names them."""
+        """Model, device, and the engine's options that are not the default, as a reader names them."""
         engine = self.result["engine_config"] or {}
-        ranks = engine.get("tensor_parallel_size", 1)
-        split = f", {ranks} ranks" if ranks > 1 else ""
-        return f"{self.model} on {device_label(self.result)}{split}"
+        parts = [f"{self.model} on {device_label(self.result)}"]
+        if "dtype" in engine:
+            parts.append(engine["dtype"])
+        if engine.get("tensor_parallel_size", 1) > 1:
+            parts.append(f"TP={engine['tensor_parallel_size']}")
+        for option in dataclasses.fields(EngineConfig):
+            value = engine.get(option.name, option.default)
+            if option.name not in _TOLD_ELSEWHERE and value != option.default:
+                parts.append(f"{option.name}={value}")
+        return ", ".join(parts)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -113,7 +133,7 @@ def _head(shown: Sequence[Entry], num_entries: int) -> str:
         f"{len(shown)} results of {settings}"
         + (f" ({older} older ones of the same runs are not shown)" if older else "")
         + f". {verdict}\n\n"
-        "Prompts are random tokens that no earlier run has seen, outputs greedy with end-of-sequence ignored. "
+        "Prompts are random tokens, new in every run; outputs are greedy, end-of-sequence ignored. "
         "*First token* is the time until every request of a batch has its first token, when that is all that is asked "
         "for (best run); a *decode step* is (whole batch - first token) / (output tokens - 1)."
     )
@@ -194,8 +214,11 @@ def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ]
     count = parameters.get("batch_size", parameters.get("num_prompts", parameters.get("num_iters")))
     if "output_len" in parameters:
-        return [(f"{count} × ({parameters.get('input_len')} + {parameters['output_len']})", "")]
-    return [(f"{count} ×", "")]
+        spread = parameters.get("random_range_ratio")
+        around = f" ± {100 * spread:g} %" if spread else ""
+        kind = ", chat" if parameters.get("dataset_name") == "chat" else ""
+        return [(f"{count} × ({parameters.get('input_len')} + {parameters['output_len']}){around}{kind}", "")]
+    return [("" if count is None else f"{count} times", "")]
 
 
 def _cell(metrics: Mapping[str, float | None], names: str | tuple[str, ...], prefix: str) -> str:
@@ -213,7 +236,7 @@ def _runs(shown: Sequence[Entry]) -> str:
     lines = ["## What was run", ""]
     for entry in shown:
         result = entry.result
-        device, engine = result["device"], result["engine_config"] or {}
+        device = result["device"]
         libraries = ", ".join(f"{name} {version}" for name, version in result["libraries"].items() if version)
         gpus = [f"{gpu['used_bytes'] / GIB:.1f} GiB" for gpu in result["memory"]["gpus"] if gpu.get("used_bytes")]
         kv_tokens = result["memory"].get("kv_cache_tokens")
@@ -221,7 +244,7 @@ def _runs(shown: Sequence[Entry]) -> str:
             result["created"].replace("T", " ").replace("+00:00", " UTC"),
             f"{device.get('count', 1)} × {device.get('name')}"
             + (f" (driver {device['driver']})" if device.get("driver") else ""),
-            f"dtype {engine['dtype']}, {engine['load_format']} weights" if engine else None,
+            _shape(entry),
             f"KV cache of {kv_tokens:,} tokens" if kv_tokens else None,
             f"GPU memory in use {' + '.join(gpus)}" if gpus else None,
             f"commit {result['git_commit'][:12]}" if result["git_commit"] else None,
@@ -232,6 +255,19 @@ def _runs(shown: Sequence[Entry]) -> str:
             f"  ```\n  {result['command']}\n  ```",
         ]
     return "\n".join(lines)
+
+
+def _shape(entry: Entry) -> str | None:
+    """The model in a few words."""
+    model, engine = entry.result["model_config"], entry.result["engine_config"]
+    if model is None or engine is None:
+        return None
+    weights = "random weights" if engine["load_format"] == "dummy" else "weights of the checkpoint"
+    return (
+        f"{entry.model}: {model['num_layers']} layers, hidden size {model['hidden_size']}, heads {model['num_heads']}/"
+        f"{model['num_kv_heads']} of {model['head_dim']}, {engine['dtype']}, {weights}, "
+        f"tensor_parallel_size {engine['tensor_parallel_size']}, max_model_len {engine['max_model_len']}"
+    )
 
 
 def _row(cells: Sequence[str]) -> str:

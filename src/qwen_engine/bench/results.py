@@ -7,6 +7,7 @@ appears under its name only when it is whole. Needs no torch, so that results ca
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -45,7 +46,7 @@ SCHEMA: dict[str, type | tuple[type, ...]] = {
     "engine_version": str,
     "libraries": dict,  # name -> version or null
     "device": dict,  # name, count, driver
-    "engine_config": _OBJECT_OR_NULL,
+    "engine_config": _OBJECT_OR_NULL,  # with everything "auto" decided
     "model_config": _OBJECT_OR_NULL,
     "parameters": dict,  # of the benchmark: counts, lengths, seed of the prompts
     "memory": dict,  # gpus: one object a GPU; host_peak_bytes; kv_cache_*
@@ -98,7 +99,7 @@ def new_result(
             "engine_version": qwen_engine.__version__,
             "libraries": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
             "device": _device(llm),
-            "engine_config": None if llm is None else dataclasses.asdict(llm.config),
+            "engine_config": _engine_config(llm),
             "model_config": None if llm is None else dataclasses.asdict(llm.core.model_config),
             "parameters": dict(parameters or {}),
             "memory": _memory(llm),
@@ -205,8 +206,9 @@ def command_line() -> str:
     return shlex.join([*words, *sys.argv[1:]])
 
 
+@functools.cache
 def git_commit() -> str | None:
-    """The commit this package is a part of, None if it is not run from a checkout."""
+    """The commit this package was loaded from, None if it is not run from a checkout."""
     source = Path(qwen_engine.__file__)
 
     def git(*args: str) -> str:
@@ -219,6 +221,28 @@ def git_commit() -> str | None:
         return git("rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ResultError if no result can be written into `folder`, which is made: better known before a long run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ResultError(f"cannot write results into {folder}: {error}") from None
+
+
+def _engine_config(llm: LLM | None) -> dict[str, Any] | None:
+    if llm is None:
+        return None
+    setup = llm.core.setup
+    decided = {
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "device": str(setup.device),
+        "max_model_len": setup.max_model_len,
+    }
+    return {**dataclasses.asdict(llm.config), **decided}
 
 
 def _device(llm: LLM | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qwen_engine.bench.load import PromptSource, check_batches, check_pool, run_batch
 from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
-from qwen_engine.bench.results import Check, new_result, write_result
+from qwen_engine.bench.results import Check, check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.llm import LLM
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.started_at is not None:
         sys.stdout.write(json.dumps(_start_here(args)) + "\n")
         return 0
-    result = measure_startup(sys.argv[1:], args.num_iters, show_progress=None)
+    check_writable(args.results_dir)
+    result = measure_startup(args.argv, args.num_iters, show_progress=None)
     path = write_result(result, args.results_dir)
     sys.stdout.write(describe(result, path) + "\n")
     return exit_code(result)
@@ -70,7 +71,9 @@ def measure_startup(argv: Sequence[str], num_iters: int, *, show_progress: bool 
         values = [one["metrics"][span] for one in started]
         metrics[span] = statistics.median(values)
         metrics[f"max_{span}"] = max(values)
-    checks = [Check(**check) for one in started for check in one["checks"]]
+    found = [Check(**check) for one in started for check in one["checks"]]
+    # Of each check the first that failed, or else the last.
+    checks = list({check.name: check for check in sorted(found, key=lambda check: not check.passed)[::-1]}.values())
     checks.append(Check("every process starts", failure is None, failure or f"{len(started)} of {num_iters}"))
     # Device, engine and memory are those the process found; what was run and came out is ours.
     own = new_result("startup", metrics=metrics, checks=checks, interrupted=interrupted)

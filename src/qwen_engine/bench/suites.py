@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_engine.bench.load import (
+    ENGINE_ALIVE,
     STALL_TIMEOUT_S,
     BatchRun,
     Measurement,
@@ -21,14 +22,14 @@ from qwen_engine.bench.load import (
     cached_share,
     check_batches,
     check_fresh,
-    check_pool,
     distributions,
     measure,
     metrics_of,
+    pool_checks,
     ratio,
     run_batch,
 )
-from qwen_engine.bench.results import Check, new_result, write_result
+from qwen_engine.bench.results import Check, check_writable, new_result, write_result
 from qwen_engine.errors import ConfigError
 from qwen_engine.llm import LLM
 
@@ -153,6 +154,7 @@ def run_suites(
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"scale is {scale}; it must be in (0, 1]")
+    check_writable(results_dir)
     start = time.perf_counter()
     done: list[tuple[Path, dict[str, Any]]] = []
     with LLM(model, **{"skip_tokenizer_init": True, **options}) as llm:
@@ -172,7 +174,7 @@ def run_suites(
                 show_progress=show_progress,
             )
             done.append((write_result(result, results_dir), result))
-            if result["status"] == "interrupted" or llm.core.is_closed:
+            if result["status"] == "interrupted" or not is_alive(result):
                 break
     return done
 
@@ -191,13 +193,13 @@ def run_suite(
     run = SuiteRun(suite)
     start = time.perf_counter()
     try:
-        llm.reset_prefix_cache()
+        if not llm.core.is_closed:
+            llm.reset_prefix_cache()
         _run_phases(llm, run, source, stall_timeout_s=stall_timeout_s, show_progress=show_progress)
     except KeyboardInterrupt:  # between two batches
         run.interrupted = True
     run.interrupted |= any(batch.interrupted for batch in run.runs)
     times_s = {batch.phase: batch.total_s for batch in run.runs}
-    last = next((m.whole for m in reversed(run.measurements.values()) if m.whole is not None), None)
     return new_result(
         suite.name,
         metrics=_metrics(llm, run),
@@ -210,7 +212,7 @@ def run_suite(
             "stall_timeout_s": stall_timeout_s,
         },
         times_s={"engine_ready": ready_s, **times_s, "suite": time.perf_counter() - start},
-        distributions={} if last is None else distributions(last),
+        distributions=_distributions(run),
         llm=llm,
         interrupted=run.interrupted,
     )
@@ -260,11 +262,21 @@ def _metrics(llm: LLM, run: SuiteRun) -> dict[str, float | None]:
     return metrics
 
 
+def _distributions(run: SuiteRun) -> dict[str, list[float]]:
+    """Of each measured phase, under its name where there are several."""
+    measured = [phase.name for phase in run.suite.phases if phase.num_first_runs]
+    found: dict[str, list[float]] = {}
+    for name, measurement in run.measurements.items():
+        if name in measured and measurement.whole is not None:
+            prefix = f"{name}_" if len(measured) > 1 else ""
+            found |= {prefix + key: values for key, values in distributions(measurement.whole).items()}
+    return found
+
+
 def _checks(llm: LLM, run: SuiteRun) -> list[Check]:
     suite = run.suite
     checks = [*check_batches(run.runs), check_fresh(run.rows(shares_prefix=False))]
-    if checks[2].passed:  # a dead engine has no pool
-        checks.append(check_pool(llm))
+    checks += pool_checks(llm, run.runs)
     if suite.prefix_tokens:
         hot = [row for row in run.rows(shares_prefix=True) if row["phase"].split("/")[0] == "hot"]
         rate = cached_share(hot) or 0.0
@@ -284,6 +296,11 @@ def _check_fits(llm: LLM, suite: Suite) -> None:
             f"suite {suite.name} needs {suite.num_context_tokens} tokens of context; this engine holds {limit}: "
             "lower --scale, or raise --max-model-len or --kv-cache-bytes where the model allows"
         )
+
+
+def is_alive(result: Mapping[str, Any]) -> bool:
+    """Whether the engine survived the run that this result tells of."""
+    return all(check["passed"] for check in result["checks"] if check["name"] == ENGINE_ALIVE)
 
 
 def _shrunk(value: int, scale: float, minimum: int = 1) -> int:

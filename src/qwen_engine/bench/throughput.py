@@ -19,14 +19,14 @@ from qwen_engine.bench.load import (
     cached_share,
     check_batches,
     check_fresh,
-    check_pool,
     distributions,
     latencies,
+    pool_checks,
     ratio,
     run_batch,
 )
 from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
-from qwen_engine.bench.results import new_result, write_result
+from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError
 from qwen_engine.llm import LLM
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """`bench throughput`: one result file, its table on stdout."""
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError(f"random-range-ratio is {args.random_range_ratio}; it must be in [0, 1)")
+    check_writable(args.results_dir)
     with LLM(args.model, **{"skip_tokenizer_init": True, **engine_options(args)}) as llm:
         result = measure_throughput(llm, args, show_progress=None)
     path = write_result(result, args.results_dir)
@@ -92,8 +93,7 @@ def measure_throughput(llm: LLM, args: argparse.Namespace, *, show_progress: boo
     checks = check_batches(runs)
     if not args.random_prefix_len:
         checks.append(check_fresh(measured.rows))
-    if checks[2].passed:
-        checks.append(check_pool(llm))
+    checks += pool_checks(llm, runs)
     num_output = sum(row["output_tokens"] for row in measured.rows)
     num_total = num_output + sum(row["prompt_tokens"] for row in measured.rows)
     metrics: dict[str, float | None] = {
