@@ -123,8 +123,12 @@ def suite_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with real results, one of them failed, and a file of another program."""
     folder = tmp_path_factory.mktemp("results")
     suites = [SUITES["prefix-cache"], SUITES["high-concurrency"]]
-    run_suites(suites, "demo", {"device": "cpu"}, scale=0.002, results_dir=folder)
-    run_suites(suites[:1], "demo", {"device": "cpu", "enable_prefix_caching": False}, scale=0.002, results_dir=folder)
+    list(run_suites(suites, "demo", {"device": "cpu"}, scale=0.002, results_dir=folder))
+    list(
+        run_suites(
+            suites[:1], "demo", {"device": "cpu", "enable_prefix_caching": False}, scale=0.002, results_dir=folder
+        )
+    )
     (folder / "other.json").write_text("{}")
     return folder
 
@@ -135,7 +139,7 @@ def test_the_report_stands_alone(suite_results: Path, monkeypatch: pytest.Monkey
     assert report.run(args) == 0
     assert "no plots" in capsys.readouterr().out
     page = (suite_results / "README.md").read_text()
-    assert "| demo on cpu, float32 | 2 × (68 + 2), cold |" in page
+    assert "| demo on cpu, float32 | 2 × (65 + 2), cold |" in page
     assert "of the hot prompts' tokens came from the prefix cache" in page
     assert "enable_prefix_caching=False" in page
     assert "**Not all is well**: prefix-cache" in page

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwen_engine import LLM
 from qwen_engine.bench.results import (
     SCHEMA,
     Check,
     ResultError,
     check_writable,
+    command_line,
     new_result,
     read_result,
     write_atomically,
@@ -67,6 +74,51 @@ def test_a_failed_check_and_an_interrupt_show_in_the_status():
     failed = [Check("pool whole", False, "7 of 8")]
     assert new_result("x", metrics={}, checks=failed)["status"] == "failed"
     assert new_result("x", metrics={}, checks=failed, interrupted=True)["status"] == "interrupted"
+
+
+def test_each_gpu_of_the_engine_is_named_with_the_memory_that_nvidia_smi_tells(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    smi = tmp_path / "nvidia-smi"
+    rows = ["GPU-cc, NVIDIA H200, 580.1, 143771, 3", "GPU-bb, NVIDIA H200, 580.1, 143771, 132000", "GPU-aa, [N/A]"]
+    smi.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    config = dataclasses.replace(llm.config, tensor_parallel_size=2)
+    monkeypatch.setattr(llm, "config", config)
+    monkeypatch.setattr(llm.core, "setup", dataclasses.replace(llm.core.setup, device=torch.device("cuda", 0)))
+    gpus = [SimpleNamespace(uuid=uuid, name="NVIDIA H200", total_memory=150 << 30) for uuid in ("bb", "dd")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: 7)
+    result = new_result("latency", metrics={}, llm=llm)
+    assert result["device"] == {"name": "NVIDIA H200", "count": 2, "driver": "580.1"}
+    first, second = result["memory"]["gpus"]
+    assert (first["used_bytes"], first["torch_peak_bytes"]) == (132_000 << 20, 7)
+    assert (second["used_bytes"], second["driver"], second["total_bytes"]) == (None, None, 150 << 30)
+    assert "-h200x2-" in write_result(result, tmp_path).name
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/x/qwen_engine/__main__.py", "bench", "latency"], "python -m qwen_engine bench latency"),
+        (["benchmarks/stress.py", "--model", "my model"], "python benchmarks/stress.py --model 'my model'"),
+        (["/x/bin/qwen-engine", "bench"], "qwen-engine bench"),
+    ],
+)
+def test_the_command_is_what_a_user_would_type(argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert command_line() == command
+
+
+def test_results_are_compared_without_torch(tmp_path: Path, make_result: Callable[..., dict[str, Any]]):
+    path = str(write_result(make_result({}), tmp_path))
+    code = f"""import sys
+from qwen_engine import cli
+code = cli.main(["results", "compare", {path!r}, {path!r}])
+sys.exit(code or "torch" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
 def test_an_earlier_result_of_the_day_is_kept(tmp_path: Path, make_result: Callable[..., dict[str, Any]]):

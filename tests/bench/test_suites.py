@@ -64,7 +64,7 @@ def test_a_scaled_suite_is_smaller_and_still_means_the_same(name: str, scale: fl
 
 
 def test_every_suite_passes_on_the_demo_model_and_leaves_a_file(tmp_path: Path):
-    done = run_suites(list(SUITES.values()), "demo", {"device": "cpu"}, scale=0.004, results_dir=tmp_path)
+    done = list(run_suites(list(SUITES.values()), "demo", {"device": "cpu"}, scale=0.004, results_dir=tmp_path))
     assert [result["name"] for _, result in done] == list(SUITES)
     for path, result in done:
         assert result["status"] == "completed", result["checks"]
@@ -80,9 +80,9 @@ def test_every_suite_passes_on_the_demo_model_and_leaves_a_file(tmp_path: Path):
 
 def test_a_suite_that_cannot_fit_is_refused_before_it_runs(tiny_model: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"long-decode needs 12288 tokens of context; .* 512"):
-        run_suites([SUITES["long-decode"]], str(tiny_model), {"device": "cpu"}, results_dir=tmp_path)
+        list(run_suites([SUITES["long-decode"]], str(tiny_model), {"device": "cpu"}, results_dir=tmp_path))
     with pytest.raises(ConfigError, match="scale is 2"):
-        run_suites([SUITES["long-decode"]], str(tiny_model), {"device": "cpu"}, scale=2, results_dir=tmp_path)
+        list(run_suites([SUITES["long-decode"]], str(tiny_model), {"device": "cpu"}, scale=2, results_dir=tmp_path))
 
 
 def test_ben_03_a_second_run_meets_no_warm_cache_although_nothing_is_reset(llm: LLM, suite: Suite):
@@ -180,7 +180,7 @@ def test_a_dead_engine_ends_the_list_of_suites(tiny_model: Path, tmp_path: Path,
 
     monkeypatch.setattr(suites_module, "run_suite", run_dead)
     suites = [SUITES["high-concurrency"], SUITES["long-decode"]]
-    done = run_suites(suites, str(tiny_model), {"device": "cpu"}, scale=0.004, results_dir=tmp_path)
+    done = list(run_suites(suites, str(tiny_model), {"device": "cpu"}, scale=0.004, results_dir=tmp_path))
     assert [result["status"] for _, result in done] == ["failed"]
 
 
@@ -210,7 +210,7 @@ def test_an_interrupt_ends_the_list_and_keeps_the_files(
         return run_suite(llm, suite, source, **options)
 
     monkeypatch.setattr(suites_module, "run_suite", run_interrupted)
-    done = run_suites(suites, str(tiny_model), {"device": "cpu"}, scale=0.004, results_dir=tmp_path)
+    done = list(run_suites(suites, str(tiny_model), {"device": "cpu"}, scale=0.004, results_dir=tmp_path))
     assert [result["status"] for _, result in done] == ["completed", "interrupted"]
     assert [read_result(path) for path, _ in done] == [result for _, result in done]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,23 @@ def describe(result: Mapping[str, Any], path: Path) -> str:
     engine = result["engine_config"] or {}
     lines = [f"{result['name']}: {engine.get('model', '')} on {device_label(result)}, {result['status']}"]
     metrics = result["metrics"]
-    for key, value in metrics.items():
-        if any(key == name or key.endswith(f"_{name}") for name in _SHOWN) and value is not None:
-            lines.append(f"  {key:28} {number(value):>12}")
+    prefixes = load_prefixes(metrics)
+    if len(prefixes) > 1:
+        lines.append(" " * 24 + "".join(f"{prefix.rstrip('_'):>12}" for prefix in prefixes))
+    for name in _SHOWN:
+        values = [metrics.get(prefix + name) for prefix in prefixes if prefix + name in metrics]
+        values = values or [metrics[name]] if name in metrics else values
+        if any(value is not None for value in values):
+            lines.append(f"  {name:22}" + "".join(f"{number(value):>12}" for value in values))
     for check in result["checks"]:
         lines.append(f"  {'ok  ' if check['passed'] else 'FAIL'} {check['name']}: {check['detail']}")
     return "\n".join([*lines, f"  -> {path}"])
+
+
+def load_prefixes(metrics: Mapping[str, Any]) -> list[str]:
+    """What the metrics of each measured load begin with: "" for the only one, or "cold_" and "hot_"."""
+    prefixes = [key.removesuffix("concurrency") for key in metrics if re.fullmatch(r"(\w+_)?concurrency", key)]
+    return prefixes or [""]
 
 
 def number(value: float | None) -> str:

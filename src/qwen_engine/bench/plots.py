@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
+from qwen_engine.bench.output import load_prefixes
 from qwen_engine.bench.results import device_label
 from qwen_engine.bench.roofline import CEILINGS
 
@@ -147,8 +147,9 @@ def _roofline(entries: Sequence[Entry]) -> Plot | None:
 def _loads(entry: Entry) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(label, prefix of its metrics, metrics) of each load of a result."""
     metrics = entry.result["metrics"]
-    prefixes = [name.removesuffix("concurrency") for name in metrics if re.fullmatch(r"(\w+_)?concurrency", name)]
-    return [(f"{entry.result['name']} {prefix.rstrip('_')}".rstrip(), prefix, metrics) for prefix in prefixes]
+    return [
+        (f"{entry.result['name']} {prefix.rstrip('_')}".rstrip(), prefix, metrics) for prefix in load_prefixes(metrics)
+    ]
 
 
 def _figure(x_label: str, y_label: str, height: float = 5.0) -> tuple[Figure, Axes]:

@@ -199,6 +199,8 @@ def command_line() -> str:
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
         words = ["python", "-m", program.parent.name]
+    elif program.suffix != ".py":  # an installed command
+        words = [program.name]
     else:
         words = ["python", os.path.relpath(program) if program.is_absolute() else str(program)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -290,19 +292,20 @@ def _gpus(llm: LLM) -> list[dict[str, Any]]:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         lines = []
-    known = {cells[0]: cells for cells in ([cell.strip() for cell in line.split(",")] for line in lines)}
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    known = {row[0].removeprefix("GPU-"): row for row in rows}
     size, first = llm.config.tensor_parallel_size, llm.core.setup.device.index or 0
     gpus = []
     for index in range(first, min(first + size, torch.cuda.device_count())):
         properties = torch.cuda.get_device_properties(index)
-        cells = known.get(f"GPU-{properties.uuid}", [None] * 5)
+        _, _, driver, _, used_mib = known.get(str(properties.uuid).removeprefix("GPU-"), [None] * 5)
         gpus.append(
             {
                 "index": index,
                 "name": properties.name,
-                "driver": cells[2],
+                "driver": driver,
                 "total_bytes": properties.total_memory,
-                "used_bytes": None if cells[4] is None else int(float(cells[4])) << 20,
+                "used_bytes": int(used_mib) << 20 if used_mib and used_mib.isdigit() else None,
                 "torch_peak_bytes": torch.cuda.max_memory_allocated(index) if index == first else None,
             }
         )

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_and_print(args: argparse.Namespace, options: Mapping[str, Any], prompt_seed: int | None = None) -> int:
     """Runs args.suite of args.model and prints what came out; returns the exit code. options: of `LLM`."""
-    done = run_suites(
+    code = 0
+    for path, result in run_suites(
         list(SUITES.values()) if args.suite == "all" else [SUITES[args.suite]],
         args.model,
         options,
@@ -44,6 +45,8 @@ def run_and_print(args: argparse.Namespace, options: Mapping[str, Any], prompt_s
         results_dir=args.results_dir,
         prompt_seed=prompt_seed,
         stall_timeout_s=args.stall_timeout,
-    )
-    sys.stdout.write("\n".join(describe(result, path) for path, result in done) + "\n")
-    return max(exit_code(result) for _, result in done)
+    ):
+        sys.stdout.write(describe(result, path) + "\n")
+        sys.stdout.flush()
+        code = max(code, exit_code(result))
+    return code

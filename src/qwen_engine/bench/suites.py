@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,8 @@ def run_suites(
     prompt_seed: int | None = None,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     show_progress: bool | None = None,
-) -> list[tuple[Path, dict[str, Any]]]:
-    """Runs suites on one engine; returns each one's result and its file. An interrupt or a dead engine ends the list.
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Runs suites on one engine; yields each one's file and result. An interrupt or a dead engine ends the list.
 
     options: of `LLM`. Raises ConfigError, before any work, if a suite does not fit the engine.
     """
@@ -156,7 +156,6 @@ def run_suites(
         raise ConfigError(f"scale is {scale}; it must be in (0, 1]")
     check_writable(results_dir)
     start = time.perf_counter()
-    done: list[tuple[Path, dict[str, Any]]] = []
     with LLM(model, **{"skip_tokenizer_init": True, **options}) as llm:
         ready_s = time.perf_counter() - start
         scaled = [suite.scaled(scale, llm.config.block_size) for suite in suites]
@@ -173,10 +172,9 @@ def run_suites(
                 stall_timeout_s=stall_timeout_s,
                 show_progress=show_progress,
             )
-            done.append((write_result(result, results_dir), result))
+            yield write_result(result, results_dir), result
             if result["status"] == "interrupted" or not is_alive(result):
-                break
-    return done
+                return
 
 
 def run_suite(
