@@ -84,7 +84,7 @@ def measure_latency(llm: LLM, args: argparse.Namespace, *, show_progress: bool |
     return new_result(
         "latency",
         metrics=metrics,
-        checks=[] if interrupted else checks,
+        checks=pool_checks(llm, runs) if interrupted else checks,
         requests=[row for run in runs for row in run.rows],
         parameters={**{name: getattr(args, name) for name in names}, "prompt_seed": source.seed},
         times_s={run.phase: run.total_s for run in runs},

@@ -189,8 +189,8 @@ class Measurement:
     whole: BatchRun | None
 
     @property
-    def ended_early(self) -> bool:
-        return any(run.ended_early for run in self.runs)
+    def rows(self) -> list[Row]:
+        return [row for run in self.runs for row in run.rows]
 
 
 def measure(
@@ -218,15 +218,18 @@ def measure(
 
 
 def metrics_of(llm: LLM, measurement: Measurement) -> dict[str, float | None]:
-    """Flat figures of a measured load; null where its runs do not define one."""
+    """Flat figures of a measured load; null where its runs do not define one.
+
+    prefill_tok_s counts the prompt tokens that were computed, not those that came from the prefix cache.
+    """
     firsts = [run.total_s for run in measurement.runs if run is not measurement.whole and not run.ended_early]
     whole = measurement.whole
     t1 = min(firsts) if firsts else None
     metrics: dict[str, float | None] = {"first_token_s": t1, "total_s": None}
     rows = whole.rows if whole is not None else []
     if firsts:
-        num_prompt = sum(row["prompt_tokens"] for row in measurement.runs[0].rows)
-        metrics["prefill_tok_s"] = ratio(num_prompt, t1)
+        num_computed = sum(row["prompt_tokens"] - row["cached_tokens"] for row in measurement.runs[0].rows)
+        metrics["prefill_tok_s"] = ratio(num_computed, t1)
     if whole is None or whole.ended_early:
         return metrics
     num_output = sum(row["output_tokens"] for row in rows)
@@ -312,7 +315,7 @@ def check_batches(runs: Sequence[BatchRun]) -> list[Check]:
     return [
         Check("requests complete", not wrong and bool(rows), detail),
         Check("no stall", stall is None, stall or f"longest silence {longest_s:.2f} s, {longest_steps} steps"),
-        Check(ENGINE_ALIVE, failure is None, failure or "it is"),
+        Check(ENGINE_ALIVE, failure is None, failure or "no failure"),
     ]
 
 

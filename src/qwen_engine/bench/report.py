@@ -121,7 +121,7 @@ def render(entries: Sequence[Entry], others: Sequence[str], plots: Sequence[tupl
 
 def _head(shown: Sequence[Entry], num_entries: int) -> str:
     bad = [entry for entry in shown if entry.result["status"] != "completed"]
-    settings = ", ".join(dict.fromkeys(entry.setting for entry in shown))
+    settings = "; ".join(dict.fromkeys(entry.setting for entry in shown))
     verdict = "All completed, all their checks passed."
     if bad:
         names = ", ".join(f"{entry.result['name']} ({entry.setting}): {entry.result['status']}" for entry in bad)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from qwen_engine.bench.load import (
     BatchRun,
     Measurement,
     PromptSource,
+    Row,
     cached_share,
     check_batches,
     check_fresh,
@@ -131,10 +132,26 @@ class SuiteRun:
     measurements: dict[str, Measurement] = field(default_factory=dict)
     interrupted: bool = False
 
-    def rows(self, *, shares_prefix: bool) -> list[dict[str, Any]]:
-        """Requests of the phases that do, or do not, share the prefix."""
-        names = {phase.name for phase in self.suite.phases if phase.shares_prefix}
-        return [row for run in self.runs for row in run.rows if (row["phase"].split("/")[0] in names) == shares_prefix]
+    @property
+    def fresh_rows(self) -> list[Row]:
+        """Requests that share nothing, those of the warm-up among them."""
+        return self._rows_outside(phase.name for phase in self.suite.phases if phase.shares_prefix)
+
+    @property
+    def hot_rows(self) -> list[Row]:
+        """Requests that should find the prefix in the cache; the phase that puts it there is not measured."""
+        hot = [phase.name for phase in self.suite.phases if phase.shares_prefix and phase.num_first_runs]
+        return [row for name in hot if name in self.measurements for row in self.measurements[name].rows]
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """What the metrics of each measured phase begin with: its name where there are several, else nothing."""
+        measured = [phase.name for phase in self.suite.phases if phase.num_first_runs]
+        return {name: f"{name}_" if len(measured) > 1 else "" for name in measured if name in self.measurements}
+
+    def _rows_outside(self, phases: Iterable[str]) -> list[Row]:
+        inside = {id(run) for name in phases if name in self.measurements for run in self.measurements[name].runs}
+        return [row for run in self.runs if id(run) not in inside for row in run.rows]
 
 
 def run_suites(
@@ -201,7 +218,7 @@ def run_suite(
     return new_result(
         suite.name,
         metrics=_metrics(llm, run),
-        checks=[] if run.interrupted else _checks(llm, run),
+        checks=_checks(llm, run),
         requests=[row for batch in run.runs for row in batch.rows],
         parameters={
             **dataclasses.asdict(suite),
@@ -242,46 +259,43 @@ def _run_phases(llm: LLM, run: SuiteRun, source: PromptSource, **options: Any) -
 
 def _metrics(llm: LLM, run: SuiteRun) -> dict[str, float | None]:
     """Of each measured phase, under its name where there are several; of the prefix cache where it is the point."""
-    measured = [phase for phase in run.suite.phases if phase.num_first_runs]
     metrics: dict[str, float | None] = {
-        "cached_token_share": cached_share(run.rows(shares_prefix=False)),
+        "cached_token_share": cached_share(run.fresh_rows),
         "preemptions": sum(row["preemptions"] for batch in run.runs for row in batch.rows),
     }
-    for phase in measured:
-        if phase.name in run.measurements:
-            prefix = f"{phase.name}_" if len(measured) > 1 else ""
+    for phase in run.suite.phases:
+        if phase.name in run.prefixes:
+            prefix = run.prefixes[phase.name]
             metrics[f"{prefix}concurrency"] = phase.num_requests
             figures = metrics_of(llm, run.measurements[phase.name])
             metrics |= {prefix + name: value for name, value in figures.items()}
     if run.suite.prefix_tokens:
-        hot = [row for row in run.rows(shares_prefix=True) if row["phase"].split("/")[0] == "hot"]
-        metrics["prefix_hit_rate"] = cached_share(hot)
+        metrics["prefix_hit_rate"] = cached_share(run.hot_rows)
         metrics["prefill_speedup"] = ratio(metrics.get("cold_first_token_s"), metrics.get("hot_first_token_s"))
     return metrics
 
 
 def _distributions(run: SuiteRun) -> dict[str, list[float]]:
     """Of each measured phase, under its name where there are several."""
-    measured = [phase.name for phase in run.suite.phases if phase.num_first_runs]
     found: dict[str, list[float]] = {}
-    for name, measurement in run.measurements.items():
-        if name in measured and measurement.whole is not None:
-            prefix = f"{name}_" if len(measured) > 1 else ""
-            found |= {prefix + key: values for key, values in distributions(measurement.whole).items()}
+    for name, prefix in run.prefixes.items():
+        whole = run.measurements[name].whole
+        if whole is not None:
+            found |= {prefix + key: values for key, values in distributions(whole).items()}
     return found
 
 
 def _checks(llm: LLM, run: SuiteRun) -> list[Check]:
     suite = run.suite
-    checks = [*check_batches(run.runs), check_fresh(run.rows(shares_prefix=False))]
-    checks += pool_checks(llm, run.runs)
+    if run.interrupted:  # nothing else can be expected of it
+        return pool_checks(llm, run.runs)
+    checks = [*check_batches(run.runs), check_fresh(run.fresh_rows), *pool_checks(llm, run.runs)]
     if suite.prefix_tokens:
-        hot = [row for row in run.rows(shares_prefix=True) if row["phase"].split("/")[0] == "hot"]
-        rate = cached_share(hot) or 0.0
+        rate = cached_share(run.hot_rows) or 0.0
         block_size = llm.config.block_size
         possible = suite.prefix_tokens // block_size * block_size / suite.prompt_tokens
         detail = f"{100 * rate:.2f} % of the prompt tokens came from the cache; {100 * possible:.2f} % are shared"
-        checks.append(Check("prefix hit", bool(hot) and rate >= possible, detail))
+        checks.append(Check("prefix hit", rate >= possible, detail))
     return checks
 
 

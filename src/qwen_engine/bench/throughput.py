@@ -83,7 +83,9 @@ def measure_throughput(llm: LLM, args: argparse.Namespace, *, show_progress: boo
     (prefix,) = source.draw("prefix", [args.random_prefix_len])
     prompts = source.draw("throughput", [args.random_prefix_len + length for length in inputs], prefix)
     llm.reset_prefix_cache()
-    warm_up = run_batch(llm, "warm-up", source.draw("warm-up", inputs[:8]), [2] * len(inputs[:8]))
+    # As many requests as will be measured, of which a few are as long.
+    warm_up_lengths = [*inputs[:8], *(min(length, 16) for length in inputs[8:])]
+    warm_up = run_batch(llm, "warm-up", source.draw("warm-up", warm_up_lengths), [2] * len(inputs))
     runs = [warm_up]
     start = time.perf_counter()
     if not warm_up.ended_early:
@@ -112,7 +114,7 @@ def measure_throughput(llm: LLM, args: argparse.Namespace, *, show_progress: boo
     return new_result(
         "throughput",
         metrics=metrics,
-        checks=[] if interrupted else checks,
+        checks=pool_checks(llm, runs) if interrupted else checks,
         requests=measured.rows,
         parameters={**{name: getattr(args, name) for name in names}, "prompt_seed": source.seed},
         times_s={run.phase: run.total_s for run in runs} | {"measured": time.perf_counter() - start},
