@@ -21,7 +21,7 @@ from qwen_engine.bench.load import (
     distributions,
     metrics_of,
     pool_checks,
-    run_batch,
+    run_random,
     statistics_of,
 )
 from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
@@ -60,9 +60,9 @@ def measure_latency(llm: LLM, args: argparse.Namespace, *, show_progress: bool |
     llm.reset_prefix_cache()
     runs: list[BatchRun] = []
     for index, (phase, output_len) in enumerate(plan):
-        prompts = source.draw(phase, [args.input_len] * args.batch_size)
         name = f"{phase} {index + 1}/{len(plan)}"
-        runs.append(run_batch(llm, name, prompts, [output_len] * args.batch_size, show_progress=show_progress))
+        lengths, outputs = [args.input_len] * args.batch_size, [output_len] * args.batch_size
+        runs.append(run_random(llm, name, source, lengths, outputs, show_progress=show_progress))
         if runs[-1].ended_early:
             break
     interrupted = runs[-1].interrupted

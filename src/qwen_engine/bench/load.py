@@ -175,10 +175,28 @@ def run_batch(
         except RequestError:
             raise
         except Exception as error:  # whatever it is, what was measured is kept and the failure written down
-            logger.warning("%s failed", phase, exc_info=not isinstance(error, EngineDeadError))
+            if not isinstance(error, EngineDeadError):  # which the engine itself has logged
+                logger.exception("%s failed", phase)
             run.failure = summary(error)
     recorder.finish(states, output_tokens)
     return run
+
+
+def run_random(
+    llm: LLM,
+    phase: str,
+    source: PromptSource,
+    prompt_tokens: Sequence[int],
+    output_tokens: Sequence[int],
+    *,
+    prefix: Sequence[int] = (),
+    **options: Any,
+) -> BatchRun:
+    """`run_batch`, whose `options` these are, with new prompts. An interrupt, whenever it comes, is in the run."""
+    try:
+        return run_batch(llm, phase, source.draw(phase, prompt_tokens, prefix), output_tokens, **options)
+    except KeyboardInterrupt:  # before or after the batch
+        return BatchRun(phase, interrupted=True)
 
 
 @dataclass(slots=True)
@@ -210,8 +228,9 @@ def measure(
     for index in range(num_first_runs + 1):
         is_whole = index == num_first_runs
         phase = name if is_whole else f"{name}/first-token-{index + 1}"
-        prompts = source.draw(phase, [prompt_tokens] * num_requests, prefix)
-        runs.append(run_batch(llm, phase, prompts, [output_tokens if is_whole else 1] * num_requests, **options))
+        lengths = [prompt_tokens] * num_requests
+        outputs = [output_tokens if is_whole else 1] * num_requests
+        runs.append(run_random(llm, phase, source, lengths, outputs, prefix=prefix, **options))
         if runs[-1].ended_early:
             return Measurement(runs, runs[-1] if is_whole else None)
     return Measurement(runs, runs[-1])

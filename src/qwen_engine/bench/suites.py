@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from qwen_engine.bench.load import (
     metrics_of,
     pool_checks,
     ratio,
-    run_batch,
+    run_random,
 )
 from qwen_engine.bench.results import Check, check_writable, new_result, write_result
 from qwen_engine.errors import ConfigError
@@ -135,7 +135,9 @@ class SuiteRun:
     @property
     def fresh_rows(self) -> list[Row]:
         """Requests that share nothing, those of the warm-up among them."""
-        return self._rows_outside(phase.name for phase in self.suite.phases if phase.shares_prefix)
+        sharing = [phase.name for phase in self.suite.phases if phase.shares_prefix and phase.name in self.measurements]
+        inside = {id(run) for name in sharing for run in self.measurements[name].runs}
+        return [row for run in self.runs if id(run) not in inside for row in run.rows]
 
     @property
     def hot_rows(self) -> list[Row]:
@@ -148,10 +150,6 @@ class SuiteRun:
         """What the metrics of each measured phase begin with: its name where there are several, else nothing."""
         measured = [phase.name for phase in self.suite.phases if phase.num_first_runs]
         return {name: f"{name}_" if len(measured) > 1 else "" for name in measured if name in self.measurements}
-
-    def _rows_outside(self, phases: Iterable[str]) -> list[Row]:
-        inside = {id(run) for name in phases if name in self.measurements for run in self.measurements[name].runs}
-        return [row for run in self.runs if id(run) not in inside for row in run.rows]
 
 
 def run_suites(
@@ -237,8 +235,7 @@ def _run_phases(llm: LLM, run: SuiteRun, source: PromptSource, **options: Any) -
     suite = run.suite
     (prefix,) = source.draw(f"{suite.name}/prefix", [suite.prefix_tokens])
     count = suite.phases[0].num_requests
-    warm_up = source.draw("warm-up", [suite.prompt_tokens] * count)
-    run.runs.append(run_batch(llm, "warm-up", warm_up, [2] * count, **options))
+    run.runs.append(run_random(llm, "warm-up", source, [suite.prompt_tokens] * count, [2] * count, **options))
     for phase in suite.phases:
         if run.runs[-1].ended_early:
             return

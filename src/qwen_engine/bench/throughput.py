@@ -23,7 +23,7 @@ from qwen_engine.bench.load import (
     latencies,
     pool_checks,
     ratio,
-    run_batch,
+    run_random,
 )
 from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
 from qwen_engine.bench.results import check_writable, new_result, write_result
@@ -81,15 +81,15 @@ def measure_throughput(llm: LLM, args: argparse.Namespace, *, show_progress: boo
         )
     inputs = draw_lengths(rng, args.input_len, args.num_prompts, *spread, most=most_inputs)
     (prefix,) = source.draw("prefix", [args.random_prefix_len])
-    prompts = source.draw("throughput", [args.random_prefix_len + length for length in inputs], prefix)
     llm.reset_prefix_cache()
     # As many requests as will be measured, of which a few are as long.
     warm_up_lengths = [*inputs[:8], *(min(length, 16) for length in inputs[8:])]
-    warm_up = run_batch(llm, "warm-up", source.draw("warm-up", warm_up_lengths), [2] * len(inputs))
+    warm_up = run_random(llm, "warm-up", source, warm_up_lengths, [2] * len(inputs))
     runs = [warm_up]
     start = time.perf_counter()
     if not warm_up.ended_early:
-        runs.append(run_batch(llm, "throughput", prompts, outputs, show_progress=show_progress))
+        lengths = [args.random_prefix_len + length for length in inputs]
+        runs.append(run_random(llm, "throughput", source, lengths, outputs, prefix=prefix, show_progress=show_progress))
     measured = runs[-1]
     interrupted = measured.interrupted
     checks = check_batches(runs)
