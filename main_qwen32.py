@@ -1,4 +1,4 @@
-"""Qwen3-32B on two GPUs: completes prompts and prints the speed.
+"""Qwen3-32B on two GPUs: completes prompts and prints the speed, or runs stress suites (--suite all).
 
 python main_qwen32.py                                          starts its ranks itself
 torchrun --nproc-per-node 2 main_qwen32.py                     uses torchrun's
@@ -13,6 +13,8 @@ import sys
 import time
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.bench.output import add_results_dir_argument
+from qwen_engine.bench.stress import add_suite_arguments, run_and_print
 from qwen_engine.errors import QwenEngineError
 
 DEFAULT_PROMPTS = ["The Zen of Python", "def mean(data):"]
@@ -29,13 +31,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, help="most tokens of prompt + output")
     parser.add_argument("--prompt", action="append", help="text to complete; may be given several times")
     parser.add_argument("--max-tokens", type=int, default=128)
+    add_suite_arguments(parser)
+    add_results_dir_argument(parser)
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    options = {"device": args.device, "load_format": args.load_format, "max_model_len": args.max_model_len}
-    with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, **options) as llm:
+    names = ("tensor_parallel_size", "device", "load_format", "max_model_len")
+    options = {name: getattr(args, name) for name in names}
+    if args.suite:
+        return run_and_print(args, options)
+    with LLM(args.model, **options) as llm:
         print(f"ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         prompts = args.prompt or DEFAULT_PROMPTS
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
@@ -46,12 +53,13 @@ def run(args: argparse.Namespace) -> None:
     num_decoded = sum(len(output["token_ids"]) - 1 for output in outputs)
     speed = f", {num_decoded / decode_s:.1f} tok/s" if num_decoded and decode_s > 0 else ""
     print(f"first token {first_token_s:.3f} s{speed}", file=sys.stderr)
+    return 0
 
 
 def main() -> int:
     args = parse_args()
     try:
-        run(args)
+        return run(args)
     except QwenEngineError as error:
         # Any rank may be the one that fails, or the last one that torchrun lets speak.
         hint = f"\n{HINT}" if os.environ.get("RANK", "0") == "0" else ""
@@ -59,7 +67,6 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

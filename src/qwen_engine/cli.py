@@ -1,20 +1,19 @@
 """The command line: complete prompts, or chat. Text goes to stdout, everything else to stderr.
 
-Exit codes: 0 done, 2 bad input (one line says what), 130 interrupted.
+Exit codes: 0 done, 2 bad input (one line says what), 130 interrupted. `bench` and `results` belong to `bench.cli`,
+which adds 1: a check failed, or a figure got worse.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
-import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qwen_engine.config import EngineConfig
+from qwen_engine.engine_args import add_engine_arguments, engine_options
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.request import RequestOutput
 
@@ -28,10 +27,10 @@ examples:
   python -m qwen_engine                                   the demo model completes a prompt
   python -m qwen_engine --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --max-tokens 64
   python -m qwen_engine chat --model ./Qwen3-8B           talk to it
+  python -m qwen_engine bench --help                      measure it: stress suites, throughput, latency, start
+  python -m qwen_engine results --help                    compare and report what was measured
 """
 CHAT_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
-# Options that only make sense from Python.
-_HIDDEN_OPTIONS = {"model", "skip_tokenizer_init"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,11 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    if argv[:1] in (["bench"], ["results"]):
+        from qwen_engine.bench.cli import parse_args
+
+        return parse_args(argv)
     is_chat = argv[:1] == ["chat"]
     parser = argparse.ArgumentParser(
         prog="python -m qwen_engine" + (" chat" if is_chat else ""),
         description="Talk to a Qwen3 model. " + CHAT_HELP if is_chat else DESCRIPTION,
-        usage=None if is_chat else "python -m qwen_engine [chat] [options]",
+        usage=None if is_chat else "python -m qwen_engine [chat | bench | results] [options]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -71,7 +74,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("--chat", action="store_true", help="send each prompt as a chat message")
     parser.add_argument("--verbose", action="store_true", help="log each phase of the start")
     _add_sampling_arguments(parser, default_max_tokens=None if is_chat else 128)
-    _add_engine_arguments(parser)
+    add_engine_arguments(parser)
     parser.set_defaults(run=_chat if is_chat else _complete)
     return parser.parse_args(argv[1:] if is_chat else argv)
 
@@ -92,31 +95,10 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, default_max_tokens:
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end-of-sequence tokens")
 
 
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of EngineConfig; the help is the field's line in its docstring."""
-    group = parser.add_argument_group("engine")
-    helps = dict(re.findall(r"^ *(\w+): (.+)$", EngineConfig.__doc__ or "", flags=re.MULTILINE))
-    for field in dataclasses.fields(EngineConfig):
-        if field.name in _HIDDEN_OPTIONS:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        text = helps.get(field.name, "").replace("%", "%%")
-        options: dict[str, Any] = {"dest": f"engine_{field.name}", "default": field.default}
-        if isinstance(field.default, bool):
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = int if field.default is None else type(field.default)
-            options["metavar"] = "N" if options["type"] is int else options["type"].__name__.upper()
-            text += "" if field.default is None else f" (default: {field.default})"
-        group.add_argument(flag, help=text, **options)
-
-
 def _load(args: argparse.Namespace) -> LLM:
     from qwen_engine.llm import LLM
 
-    prefix = "engine_"
-    options = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
-    return LLM(args.model, **options)
+    return LLM(args.model, **engine_options(args))
 
 
 def _sampling_params(args: argparse.Namespace, llm: LLM) -> Any:

@@ -59,6 +59,11 @@ class LLM:
         """Most tokens of prompt + output."""
         return self._core.max_model_len
 
+    @property
+    def core(self) -> EngineCore:
+        """The engine underneath, to look at while no thread generates."""
+        return self._core
+
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The checkpoint's own defaults (generation_config.json), with `overrides` on top."""
         return SamplingParams(**{**self._core.model_config.sampling_defaults, **overrides})
@@ -117,6 +122,18 @@ class LLM:
         """
         return self._outputs(self._states(_as_prompt_list(prompts), sampling_params))
 
+    def track(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> tuple[list[RequestState], Iterator[list[RequestState]]]:
+        """For measurements: the live requests, and an iterator that runs them and, after each step, yields those moved.
+
+        Unlike `stream` it copies nothing, and a step without output yields an empty list.
+        """
+        states = self._states(_as_prompt_list(prompts), sampling_params)
+        return states, self._steps(states, every_step=True)
+
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of a conversation, as `chat` computes them; `options` are `chat`'s keyword-only arguments.
 
@@ -167,8 +184,8 @@ class LLM:
                 outputs = [state.output() for state in moved]
             yield from outputs
 
-    def _steps(self, states: Sequence[RequestState]) -> Iterator[list[RequestState]]:
-        """Runs these requests to their end; after each step that moved some of them, yields those.
+    def _steps(self, states: Sequence[RequestState], *, every_step: bool = False) -> Iterator[list[RequestState]]:
+        """Runs these requests to their end; after each step that moved some of them (or each step), yields those.
 
         Whoever steps the engine serves all live requests, so loops over several streams may be nested or threaded.
         """
@@ -188,10 +205,10 @@ class LLM:
                 failure = next((state.failure for state in states if state.failure is not None), None)
                 if failure is not None:  # another thread was stepping when the engine died
                     raise EngineDeadError(failure)
-                if moved:
-                    yield moved
-                elif all(state.finished for state in states):
+                if not moved and all(state.finished for state in states):
                     return
+                if moved or every_step:
+                    yield moved
         finally:
             self._left.extend(states)
             # The garbage collector may close a stream inside a step of this very thread, which then sees to the rest.

@@ -19,6 +19,8 @@ import pytest
 from stub_server import DONE, Reply, StubServer, VirtualLoop, event, run_virtual, steady, text, usage
 
 from qwen_engine.bench import serve
+from qwen_engine.bench.cli import parse_args
+from qwen_engine.bench.results import ResultError
 from qwen_engine.bench.serve_client import SseDecoder
 from qwen_engine.bench.serve_load import arrival_offsets_s, run_load
 from qwen_engine.errors import ConfigError
@@ -490,10 +492,11 @@ def test_a_run_prints_its_table_and_writes_one_strict_file(live_stub: StubServer
     assert "3 completed, 0 failed" in done.stdout
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(ConfigError, match="cannot write"):
-        serve.write_atomically(tmp_path / "taken", "{}")
+def test_a_folder_that_cannot_be_written_is_refused_before_any_load(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    args = parse_args(["bench", "serve", "--save-result", "--result-dir", str(tmp_path / "taken")])
+    with pytest.raises(ResultError, match="cannot write results into"):
+        serve.run(args)
     assert [item.name for item in tmp_path.iterdir()] == ["taken"]
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks a user can run: offline throughput, latency and start-up, and load on a server over HTTP."""
+"""Benchmarks of the engine and the result files they leave. `cli` calls this package; it drives `llm.LLM`."""

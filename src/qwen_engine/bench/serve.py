@@ -21,7 +21,6 @@ import os
 import resource
 import secrets
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from qwen_engine.bench import serve_client, serve_load
+from qwen_engine.bench.results import check_writable, write_atomically
 from qwen_engine.bench.serve_client import ENDPOINTS, ServeRequest, ServeResult
 from qwen_engine.bench.serve_load import PromptMaker, Sample
 from qwen_engine.bench.serve_report import METRICS, find_warnings, render, request_rows, summarize
@@ -92,11 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark, prints the table and writes the file; 1 if no request succeeded, 130 if interrupted."""
     _raise_file_limit()
+    if args.save_result or args.save_detailed:
+        check_writable(args.result_dir)
     report = asyncio.run(benchmark(args))
     sys.stdout.write(render(report))
     if args.save_result or args.save_detailed:
         path = args.result_dir / (args.result_filename or _file_name(report))
-        write_atomically(path, json.dumps(report, allow_nan=False, indent=1) + "\n")
+        write_atomically(path, (json.dumps(report, allow_nan=False, indent=1) + "\n").encode())
         sys.stdout.write(f"saved to {path}\n")
     if report["interrupted"]:
         return 130
@@ -185,24 +187,6 @@ async def _measure(
                     task.uncancel()
         watch.cancel()
     return run
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a whole file or none. Raises ConfigError if it cannot be written."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error}") from None
 
 
 def _file_name(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,61 @@
+"""Command lines of `bench …` and `results …`: arguments in, tables out. `cli` calls it; every command loads lazily.
+
+A command is a module of this package with `add_arguments(parser)` and `run(args) -> exit code`. Exit codes: 0 done,
+1 a check failed or a figure got worse, 2 bad input, 130 interrupted (what was measured is kept).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Sequence
+
+DESCRIPTIONS = {
+    "bench": "Measure an engine.",
+    "results": "Compare and report result files.",
+}
+COMMANDS = {
+    "bench": {
+        "stress": "stress suites: prefix cache, concurrency, long outputs; each asserts what must hold",
+        "throughput": "many requests at once: requests and tokens per second",
+        "latency": "one batch, repeated: time to the first token, time per decode step",
+        "startup": "a fresh process until the model is ready, and its first token",
+        "serve": "load on an OpenAI-compatible server over HTTP",
+    },
+    "results": {
+        "compare": "two results, metric by metric; exit code 1 if the new one is worse",
+        "report": "a README.md with tables and plots of all results",
+    },
+}
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """argv: "bench" or "results", a command, its options. The namespace has `run(args)` and `verbose`."""
+    group, rest = argv[0], list(argv[1:])
+    commands = {name: text for name, text in COMMANDS[group].items() if _module(name) is not None}
+    if not rest or rest[0] not in commands:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m qwen_engine {group}",
+            description=DESCRIPTIONS[group],
+            epilog="commands:\n" + "\n".join(f"  {name:12}{text}" for name, text in commands.items()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("command", choices=list(commands), metavar="|".join(commands), help="see below")
+        parser.parse_args(rest)
+        parser.error("the command comes first, its options after it")
+    module = importlib.import_module(_module(rest[0]) or "")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m qwen_engine {group} {rest[0]}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(verbose=False, run=module.run, argv=list(argv))
+    module.add_arguments(parser)
+    return parser.parse_args(rest[1:])
+
+
+def _module(command: str) -> str | None:
+    name = f"qwen_engine.bench.{command}"
+    return name if importlib.util.find_spec(name) else None

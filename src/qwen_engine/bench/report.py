@@ -1,0 +1,289 @@
+"""Write README.md and plots of all results in a folder: what was run, on what, when, by which command, and the figures.
+
+Of results of one benchmark, model and device the newest speaks; older ones are counted. Plots need matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen_engine.bench.output import add_results_dir_argument, number
+from qwen_engine.bench.results import ResultError, device_label, read_result, write_atomically
+from qwen_engine.config import EngineConfig
+
+# Options that are not repeated with each figure: others tell the same, or they do not matter to speed.
+_TOLD_ELSEWHERE = {
+    "model",
+    "device",
+    "dtype",
+    "tensor_parallel_size",
+    "load_format",
+    "skip_tokenizer_init",
+    "max_model_len",
+    "seed",
+}
+PLOT_FOLDER = "plots"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A result and the file it came from."""
+
+    file: str
+    result: Mapping[str, Any]
+
+    @property
+    def model(self) -> str:
+        engine = self.result["engine_config"] or {}
+        return Path(str(engine.get("model") or self.result["parameters"].get("model") or "?")).name
+
+    @property
+    def setting(self) -> str:
+        """Model, device, and the engine's options that are not the default, as a reader names them."""
+        engine = self.result["engine_config"] or {}
+        parts = [f"{self.model} on {device_label(self.result)}"]
+        if "dtype" in engine:
+            parts.append(engine["dtype"])
+        if engine.get("tensor_parallel_size", 1) > 1:
+            parts.append(f"TP={engine['tensor_parallel_size']}")
+        for option in dataclasses.fields(EngineConfig):
+            value = engine.get(option.name, option.default)
+            if option.name not in _TOLD_ELSEWHERE and value != option.default:
+                parts.append(f"{option.name}={value}")
+        return ", ".join(parts)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Equal for results of which only the newest counts."""
+        parameters = self.result["parameters"]
+        skipped = ("prompt_seed", "stall_timeout_s", "purpose")
+        settings = {key: value for key, value in parameters.items() if key not in skipped}
+        return self.result["name"], self.setting, repr(sorted(settings.items()))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_results_dir_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """`results report`: README.md and plots in the results' own folder."""
+    entries, others = load(args.results_dir)
+    if not entries:
+        raise ResultError(f"no results in {args.results_dir}")
+    plots = write_plots(newest(entries), args.results_dir)
+    path = args.results_dir / "README.md"
+    write_atomically(path, render(entries, others, plots).encode())
+    without = "" if plots is not None else " (no plots: matplotlib is not installed; pip install 'qwen-engine[report]')"
+    sys.stdout.write(f"{path}: {len(entries)} results, {len(plots or ())} plots{without}\n")
+    return 0
+
+
+def load(folder: Path) -> tuple[list[Entry], list[str]]:
+    """All results of a folder by age, oldest first, and the names of JSON files that are none."""
+    if not folder.is_dir():
+        raise ResultError(f"{folder} is no folder; --results-dir says where the results are")
+    entries, others = [], []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            entries.append(Entry(path.name, read_result(path)))
+        except ResultError:
+            others.append(path.name)
+    return sorted(entries, key=lambda entry: entry.result["created"]), others
+
+
+def newest(entries: Sequence[Entry]) -> list[Entry]:
+    """The last entry of each key, by benchmark and setting."""
+    latest = {entry.key: entry for entry in entries}
+    return sorted(latest.values(), key=lambda entry: entry.key)
+
+
+def render(entries: Sequence[Entry], others: Sequence[str], plots: Sequence[tuple[str, str]] | None) -> str:
+    """The Markdown page. plots: (file, caption) of each."""
+    shown = newest(entries)
+    parts = [_head(shown, len(entries))]
+    for name in dict.fromkeys(entry.result["name"] for entry in shown):
+        parts.append(_section(name, [entry for entry in shown if entry.result["name"] == name]))
+    if plots:
+        parts.append("## Plots\n\n" + "\n\n".join(f"![{caption}]({file})\n\n{caption}." for file, caption in plots))
+    parts.append(_runs(shown))
+    if others:
+        parts.append("Other files here, of other programs: " + ", ".join(f"[{name}]({name})" for name in others) + ".")
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(shown: Sequence[Entry], num_entries: int) -> str:
+    bad = [entry for entry in shown if entry.result["status"] != "completed"]
+    settings = "; ".join(dict.fromkeys(entry.setting for entry in shown))
+    verdict = "All completed, all their checks passed."
+    if bad:
+        names = ", ".join(f"{entry.result['name']} ({entry.setting}): {entry.result['status']}" for entry in bad)
+        verdict = f"**Not all is well**: {names}."
+    older = num_entries - len(shown)
+    return (
+        "# Results\n\n"
+        "Written by `python -m qwen_engine results report` from the JSON files beside it; do not edit.\n\n"
+        f"{len(shown)} results of {settings}"
+        + (f" ({older} older ones of the same runs are not shown)" if older else "")
+        + f". {verdict}\n\n"
+        "Prompts are random tokens, new in every run; outputs are greedy, end-of-sequence ignored. "
+        "*First token* is the time until every request of a batch has its first token, when that is all that is asked "
+        "for (best run); a *decode step* is (whole batch - first token) / (output tokens - 1)."
+    )
+
+
+# Table columns: heading, metric, factor, unit of the heading included.
+_LOAD_COLUMNS = (
+    ("first token, s", "first_token_s", 1),
+    ("prefill, tok/s", "prefill_tok_s", 1),
+    ("decode step, ms", "decode_step_ms", 1),
+    ("decode, tok/s", "decode_tok_s", 1),
+    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms"), 1),
+    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), 1),
+    ("output, tok/s", "output_tok_s", 1),
+)
+_SERVE_COLUMNS = (
+    ("requests/s", "request_throughput", 1),
+    ("output, tok/s", "output_throughput", 1),
+    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms"), 1),
+    ("TPOT median / p99, ms", ("median_tpot_ms", "p99_tpot_ms"), 1),
+    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), 1),
+)
+_COLUMNS = {
+    "throughput": (
+        ("requests/s", "requests_per_s", 1),
+        ("output, tok/s", "output_tok_s", 1),
+        ("prompt + output, tok/s", "total_tok_s", 1),
+        ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms"), 1),
+        ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), 1),
+    ),
+    "startup": (
+        ("imports, s", "import_s", 1),
+        ("load, s", "load_s", 1),
+        ("ready, s", "ready_s", 1),
+        ("first token out, s", "first_output_s", 1),
+    ),
+    "serve": _SERVE_COLUMNS,
+}
+
+
+def _section(name: str, entries: Sequence[Entry]) -> str:
+    purpose = entries[0].result["parameters"].get("purpose")
+    columns = _COLUMNS.get(name, _LOAD_COLUMNS)
+    lines = [f"## {name}" + (f": {purpose}" if purpose else ""), ""]
+    headings = ["setting", "load", *(heading for heading, _, _ in columns), "status"]
+    lines += [_row(headings), _row(["---"] * len(headings))]
+    for entry in entries:
+        for label, prefix in _loads(entry.result):
+            cells = [_cell(entry.result["metrics"], metrics, prefix) for _, metrics, _ in columns]
+            lines.append(_row([entry.setting, label, *cells, _status(entry.result)]))
+    for entry in entries:
+        metrics = entry.result["metrics"]
+        if metrics.get("prefix_hit_rate") is not None:
+            lines += [
+                "",
+                f"{entry.setting}: {100 * metrics['prefix_hit_rate']:.2f} % of the hot prompts' tokens came from the "
+                f"prefix cache; first tokens came {number(metrics.get('prefill_speedup'))} times sooner (after "
+                f"{number(metrics.get('hot_first_token_s'))} s, cold {number(metrics.get('cold_first_token_s'))} s).",
+            ]
+        for check in entry.result["checks"]:
+            if not check["passed"]:
+                lines += ["", f"**{entry.setting}: check failed**: {check['name']}: {check.get('detail', '')}"]
+    return "\n".join(lines)
+
+
+def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what was asked, prefix of its metrics) for each measured load of a result."""
+    parameters = result["parameters"]
+    if "phases" in parameters:
+        measured = [phase for phase in parameters["phases"] if phase["num_first_runs"]]
+        return [
+            (
+                f"{phase['num_requests']} × ({parameters['prompt_tokens']} + {phase['output_tokens']})"
+                + (f", {phase['name']}" if len(measured) > 1 else ""),
+                f"{phase['name']}_" if len(measured) > 1 else "",
+            )
+            for phase in measured
+        ]
+    count = parameters.get("batch_size", parameters.get("num_prompts", parameters.get("num_iters")))
+    if "output_len" in parameters:
+        spread = parameters.get("random_range_ratio")
+        around = f" ± {100 * spread:g} %" if spread else ""
+        kind = ", chat" if parameters.get("dataset_name") == "chat" else ""
+        return [(f"{count} × ({parameters.get('input_len')} + {parameters['output_len']}){around}{kind}", "")]
+    return [("" if count is None else f"{count} times", "")]
+
+
+def _cell(metrics: Mapping[str, float | None], names: str | tuple[str, ...], prefix: str) -> str:
+    names = (names,) if isinstance(names, str) else names
+    return " / ".join(number(metrics.get(prefix + name)) for name in names)
+
+
+def _status(result: Mapping[str, Any]) -> str:
+    num_passed = sum(check["passed"] for check in result["checks"])
+    checks = f", {num_passed}/{len(result['checks'])} checks" if result["checks"] else ""
+    return result["status"] + checks
+
+
+def _runs(shown: Sequence[Entry]) -> str:
+    lines = ["## What was run", ""]
+    for entry in shown:
+        result = entry.result
+        device = result["device"]
+        libraries = ", ".join(f"{name} {version}" for name, version in result["libraries"].items() if version)
+        gpus = [f"{gpu['used_bytes'] / GIB:.1f} GiB" for gpu in result["memory"]["gpus"] if gpu.get("used_bytes")]
+        kv_tokens = result["memory"].get("kv_cache_tokens")
+        facts = [
+            result["created"].replace("T", " ").replace("+00:00", " UTC"),
+            f"{device.get('count', 1)} × {device.get('name')}"
+            + (f" (driver {device['driver']})" if device.get("driver") else ""),
+            _shape(entry),
+            f"KV cache of {kv_tokens:,} tokens" if kv_tokens else None,
+            f"GPU memory in use {' + '.join(gpus)}" if gpus else None,
+            f"commit {result['git_commit'][:12]}" if result["git_commit"] else None,
+            libraries,
+        ]
+        lines += [
+            f"- [{entry.file}]({entry.file}): {'; '.join(fact for fact in facts if fact)}\n\n"
+            f"  ```\n  {result['command']}\n  ```",
+        ]
+    return "\n".join(lines)
+
+
+def _shape(entry: Entry) -> str | None:
+    """The model in a few words."""
+    model, engine = entry.result["model_config"], entry.result["engine_config"]
+    if model is None or engine is None:
+        return None
+    weights = "random weights" if engine["load_format"] == "dummy" else "weights of the checkpoint"
+    return (
+        f"{entry.model}: {model['num_layers']} layers, hidden size {model['hidden_size']}, heads {model['num_heads']}/"
+        f"{model['num_kv_heads']} of {model['head_dim']}, {engine['dtype']}, {weights}, "
+        f"tensor_parallel_size {engine['tensor_parallel_size']}, max_model_len {engine['max_model_len']}"
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def write_plots(entries: Sequence[Entry], folder: Path) -> list[tuple[str, str]] | None:
+    """Plots of what the entries hold, as (file relative to `folder`, caption); None without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    from qwen_engine.bench.plots import draw_all
+
+    (folder / PLOT_FOLDER).mkdir(exist_ok=True)
+    drawn = []
+    for name, caption, content in draw_all(entries):
+        file = f"{PLOT_FOLDER}/{name}.png"
+        write_atomically(folder / file, content)
+        drawn.append((file, caption))
+    return drawn

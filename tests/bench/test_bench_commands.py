@@ -1,0 +1,163 @@
+"""`bench …`, `main_qwen32.py --suite` and `benchmarks/stress.py` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qwen_engine import LLM, cli
+from qwen_engine.bench import latency, throughput
+from qwen_engine.bench.cli import parse_args
+from qwen_engine.bench.results import read_result
+from qwen_engine.bench.throughput import draw_lengths
+from qwen_engine.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def only_result(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*.json")
+    return read_result(path)
+
+
+def bench(model: Path, folder: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["bench", *args, "--model", str(model), "--device", "cpu", "--results-dir", str(folder)])
+    return code, only_result(folder)
+
+
+@pytest.mark.parametrize("flag", ["--num-prompts", "--num-seqs"])
+def test_throughput_counts_every_token(flag: str, tiny_model: Path, tmp_path: Path, capsys):
+    args = (flag, "12", "--input-len", "20", "--output-len", "6", "--random-range-ratio", "0.5")
+    code, result = bench(tiny_model, tmp_path, "throughput", *args)
+    assert code == 0
+    rows, metrics = result["requests"], result["metrics"]
+    assert len(rows) == 12
+    assert all(10 <= row["prompt_tokens"] <= 30 and 3 <= row["output_tokens"] <= 9 for row in rows)
+    num_output = sum(row["output_tokens"] for row in rows)
+    assert metrics["output_tok_s"] == pytest.approx(num_output / metrics["total_s"])
+    assert metrics["requests_per_s"] == pytest.approx(12 / metrics["total_s"])
+    assert metrics["cached_token_share"] == 0
+    out = capsys.readouterr().out
+    assert "output_tok_s" in out
+    assert "ok   pool whole" in out
+    assert result["command"]
+
+
+def test_throughput_shares_a_prefix_when_asked(tiny_model: Path, tmp_path: Path):
+    args = ("--num-prompts", "4", "--input-len", "8", "--output-len", "2", "--random-prefix-len", "64")
+    code, result = bench(tiny_model, tmp_path, "throughput", *args)
+    assert code == 0
+    assert {row["prompt_tokens"] for row in result["requests"]} == {72}
+
+
+def test_chat_lengths_keep_their_mean_and_have_a_long_tail():
+    lengths = draw_lengths(np.random.default_rng(0), 200, 20_000, "chat", 0.0, most=10**6)
+    assert np.mean(lengths) == pytest.approx(200, rel=0.03)
+    assert max(lengths) > 1000
+    assert max(draw_lengths(np.random.default_rng(0), 200, 1000, "chat", 0.0, most=300)) == 300
+
+
+def test_lengths_that_do_not_fit_are_refused_with_both_numbers(tiny_model: Path, tmp_path: Path, capsys):
+    args = ["bench", "throughput", "--model", str(tiny_model), "--device", "cpu", "--results-dir", str(tmp_path)]
+    assert cli.main([*args, "--input-len", "600"]) == 2
+    assert "600" in (error := capsys.readouterr().err)
+    assert "512" in error or "384" in error
+    assert cli.main([*args, "--random-range-ratio", "1"]) == 2
+    with pytest.raises(ConfigError, match="600"):
+        draw_lengths(np.random.default_rng(0), 400, 8, "random", 0.5, most=500)
+
+
+def test_latency_follows_the_method(llm: LLM):
+    args = parse_args(
+        ["bench", "latency", "--batch-size", "2", "--input-len", "9", "--output-len", "5", "--num-iters", "3"]
+    )
+    args.num_iters_warmup = 1
+    result = latency.measure_latency(llm, args)
+    metrics, times = result["metrics"], result["times_s"]
+    t1 = min(seconds for phase, seconds in times.items() if phase.startswith("first-token"))
+    t2 = sorted(seconds for phase, seconds in times.items() if phase.startswith("iteration"))[1]
+    assert metrics["first_token_s"] == t1
+    assert metrics["decode_step_ms"] == pytest.approx(1e3 * (t2 - t1) / 4)
+    assert metrics["decode_tok_s"] == pytest.approx(2 * 4 / (t2 - t1))
+    assert len(result["requests"]) == 2 * (1 + 2 + 3)
+    assert result["status"] == "completed"
+
+
+@pytest.mark.parametrize("name", ["latency", "throughput"])
+def test_an_interrupted_bench_keeps_what_is_done(name: str, llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    step, calls = llm.core.step, iter(range(1, 1000))
+
+    def counted() -> Any:
+        if next(calls) == 14:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.core, "step", counted)
+    args = parse_args(["bench", name, "--input-len", "8", "--output-len", "30"])
+    measure = latency.measure_latency if name == "latency" else throughput.measure_throughput
+    result = measure(llm, args)
+    assert result["status"] == "interrupted"
+    assert result["requests"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_startup_measures_fresh_processes(tiny_model: Path, tmp_path: Path):
+    code, result = bench(tiny_model, tmp_path, "startup", "--num-iters", "1", "--input-len", "4")
+    metrics = result["metrics"]
+    assert code == 0
+    assert 0 < metrics["load_s"] < metrics["ready_s"] < metrics["first_output_s"]
+    assert metrics["import_s"] + metrics["load_s"] == pytest.approx(metrics["ready_s"])
+    assert result["engine_config"]["model"] == str(tiny_model)
+
+
+def test_startup_passes_on_why_a_process_did_not_start(tmp_path: Path, capsys):
+    args = ["bench", "startup", "--device", "cuda:99", "--results-dir", str(tmp_path)]
+    assert cli.main(args) == 2
+    assert "cuda:99" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_stress_script_runs_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    args = ["--suite", "long-decode", "--scale", "0.002", "--device", "cpu", "--results-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/stress.py", *args])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(ROOT / "benchmarks/stress.py"), run_name="__main__")
+    assert exit_info.value.code == 0
+    assert only_result(tmp_path)["command"].startswith("python benchmarks/stress.py --suite long-decode")
+
+
+def test_a_failed_check_makes_the_exit_code_1_and_is_shown(tmp_path: Path, capsys):
+    args = ["bench", "stress", "--suite", "prefix-cache", "--no-enable-prefix-caching", "--scale", "0.002"]
+    assert cli.main([*args, "--device", "cpu", "--results-dir", str(tmp_path)]) == 1
+    assert "FAIL prefix hit" in capsys.readouterr().out
+    assert only_result(tmp_path)["status"] == "failed"
+
+
+def test_the_32b_script_runs_a_suite_under_torchrun(tmp_path: Path):
+    script = [str(ROOT / "main_qwen32.py"), "--suite", "prefix-cache", "--scale", "0.002"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    options = ["--model", "demo", "--device", "cpu", "--results-dir", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = only_result(tmp_path)
+    assert result["status"] == "completed"
+    assert result["engine_config"]["tensor_parallel_size"] == 2
+    assert result["command"].startswith("torchrun --nproc-per-node 2 ")
+
+
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "nope"], ["results"], ["bench", "--", "stress"]])
+def test_a_command_that_does_not_exist_is_refused_with_the_ones_that_do(argv: list[str], capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(argv)
+    assert exit_info.value.code == 2
+    assert ("stress" if argv[0] == "bench" else "compare") in capsys.readouterr().err
