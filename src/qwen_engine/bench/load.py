@@ -58,16 +58,13 @@ class PromptSource:
 class BatchRun:
     """What one batch did. `rows` has one object a request, in order; an interrupt or a failure leaves what there was.
 
-    total_s: until the last token; first_tokens_s: until every request had its first one (None if some never had).
-    gaps_s: spans between outputs of one request, all completed requests together.
+    total_s: until the last token. gaps_s: spans between outputs of one request, all completed requests together.
     """
 
     phase: str
     rows: list[Row] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
-    first_tokens_s: float | None = None
-    num_steps: int = 0
     max_silent_s: float = 0.0
     max_silent_steps: int = 0
     stall: str | None = None
@@ -95,7 +92,6 @@ class _Recorder:
         now = time.perf_counter()
         run, silent_s = self.run, now - self.last_output
         self._silent_steps = 0 if moved else self._silent_steps + 1
-        run.num_steps += 1
         run.max_silent_steps = max(run.max_silent_steps, self._silent_steps)
         run.max_silent_s = max(run.max_silent_s, silent_s)
         if silent_s > self._stall_timeout_s or self._silent_steps > self._max_silent_steps:
@@ -111,8 +107,6 @@ class _Recorder:
         """Sums up what was noted of all requests."""
         run = self.run
         run.total_s = (time.perf_counter() if run.ended_early else self.last_output) - self.start
-        if states and len(self.times) == len(states):
-            run.first_tokens_s = max(times[0] for times in self.times.values()) - self.start
         for index, (state, expected) in enumerate(zip(states, output_tokens)):
             row, gaps_s = self._row(index, state, expected)
             run.rows.append(row)

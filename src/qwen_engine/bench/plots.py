@@ -73,8 +73,7 @@ def _distributions(entries: Sequence[Entry]) -> Plot | None:
         for entry in drawn:
             for key, values in entry.result["distributions"].items():
                 if values and key.endswith(name):
-                    phase = key.removesuffix(name).rstrip("_")
-                    load = f"{entry.result['name']} {phase}".rstrip()
+                    load = _load_name(entry, key.removesuffix(name))
                     share = np.linspace(0, 100, len(values))
                     axes.plot(1e3 * np.asarray(values), share, label=f"{load}, {entry.setting}")
         _label(axes, label, "% of requests" if name == "ttft_s" else "% of gaps")
@@ -147,9 +146,14 @@ def _roofline(entries: Sequence[Entry]) -> Plot | None:
 def _loads(entry: Entry) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(label, prefix of its metrics, metrics) of each load of a result."""
     metrics = entry.result["metrics"]
-    return [
-        (f"{entry.result['name']} {prefix.rstrip('_')}".rstrip(), prefix, metrics) for prefix in load_prefixes(metrics)
-    ]
+    return [(_load_name(entry, prefix), prefix, metrics) for prefix in load_prefixes(metrics)]
+
+
+def _load_name(entry: Entry, prefix: str) -> str:
+    """The benchmark, its phase and how many requests run at once."""
+    concurrency = entry.result["metrics"].get(f"{prefix}concurrency")
+    count = f" × {concurrency:g}" if concurrency else ""
+    return f"{entry.result['name']} {prefix.rstrip('_')}".rstrip() + count
 
 
 def _figure(x_label: str, y_label: str, height: float = 5.0) -> tuple[Figure, Axes]:

@@ -139,36 +139,36 @@ def _head(shown: Sequence[Entry], num_entries: int) -> str:
     )
 
 
-# Table columns: heading, metric, factor, unit of the heading included.
+# Table columns: heading with its unit, and the metric or metrics.
 _LOAD_COLUMNS = (
-    ("first token, s", "first_token_s", 1),
-    ("prefill, tok/s", "prefill_tok_s", 1),
-    ("decode step, ms", "decode_step_ms", 1),
-    ("decode, tok/s", "decode_tok_s", 1),
-    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms"), 1),
-    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), 1),
-    ("output, tok/s", "output_tok_s", 1),
+    ("first token, s", "first_token_s"),
+    ("prefill, tok/s", "prefill_tok_s"),
+    ("decode step, ms", "decode_step_ms"),
+    ("decode, tok/s", "decode_tok_s"),
+    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms")),
+    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms")),
+    ("output, tok/s", "output_tok_s"),
 )
 _SERVE_COLUMNS = (
-    ("requests/s", "request_throughput", 1),
-    ("output, tok/s", "output_throughput", 1),
-    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms"), 1),
-    ("TPOT median / p99, ms", ("median_tpot_ms", "p99_tpot_ms"), 1),
-    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), 1),
+    ("requests/s", "request_throughput"),
+    ("output, tok/s", "output_throughput"),
+    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms")),
+    ("TPOT median / p99, ms", ("median_tpot_ms", "p99_tpot_ms")),
+    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms")),
 )
 _COLUMNS = {
     "throughput": (
-        ("requests/s", "requests_per_s", 1),
-        ("output, tok/s", "output_tok_s", 1),
-        ("prompt + output, tok/s", "total_tok_s", 1),
-        ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms"), 1),
-        ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), 1),
+        ("requests/s", "requests_per_s"),
+        ("output, tok/s", "output_tok_s"),
+        ("prompt + output, tok/s", "total_tok_s"),
+        ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms")),
+        ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms")),
     ),
     "startup": (
-        ("imports, s", "import_s", 1),
-        ("load, s", "load_s", 1),
-        ("ready, s", "ready_s", 1),
-        ("first token out, s", "first_output_s", 1),
+        ("imports, s", "import_s"),
+        ("load, s", "load_s"),
+        ("ready, s", "ready_s"),
+        ("first token out, s", "first_output_s"),
     ),
     "serve": _SERVE_COLUMNS,
 }
@@ -178,11 +178,11 @@ def _section(name: str, entries: Sequence[Entry]) -> str:
     purpose = entries[0].result["parameters"].get("purpose")
     columns = _COLUMNS.get(name, _LOAD_COLUMNS)
     lines = [f"## {name}" + (f": {purpose}" if purpose else ""), ""]
-    headings = ["setting", "load", *(heading for heading, _, _ in columns), "status"]
+    headings = ["setting", "load", *(heading for heading, _ in columns), "status"]
     lines += [_row(headings), _row(["---"] * len(headings))]
     for entry in entries:
         for label, prefix in _loads(entry.result):
-            cells = [_cell(entry.result["metrics"], metrics, prefix) for _, metrics, _ in columns]
+            cells = [_cell(entry.result["metrics"], names, prefix) for _, names in columns]
             lines.append(_row([entry.setting, label, *cells, _status(entry.result)]))
     for entry in entries:
         metrics = entry.result["metrics"]

@@ -6,7 +6,6 @@ One engine serves all suites of a run; each suite leaves one result file, whatev
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +32,6 @@ from qwen_engine.bench.load import (
 from qwen_engine.bench.results import Check, check_writable, new_result, write_result
 from qwen_engine.errors import ConfigError
 from qwen_engine.llm import LLM
-
-logger = logging.getLogger(__name__)
 
 MIN_PREFIX_BLOCKS = 4
 
