@@ -1,7 +1,7 @@
 """The engine against Transformers on the same weights: logits, greedy tokens and speed, in one run.
 
     python benchmarks/validate.py --config-folder CONFIG [--dtype bfloat16] [--json FILE]
-    python benchmarks/validate.py --model FOLDER
+    python benchmarks/validate.py --model FOLDER [--perplexity TEXT_FILE]
 
 With --config-folder a random checkpoint of that shape is written to a temporary folder first, and both load it.
 
@@ -9,12 +9,15 @@ The yardstick is Transformers in fp32, which scores the engine's own greedy outp
 engine's error, and at each position its best token must be the engine's. In half precision two nearly equal logits may
 change places: a difference counts as wrong when the fp32 gap between the two tokens is larger than twice the largest
 error that Transformers itself makes in that precision on the same tokens.
+
+--perplexity: of a text, in windows of 1024 tokens, by both; in fp32 they have to agree to four digits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import tempfile
@@ -32,6 +35,8 @@ from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
+MAX_MODEL_LEN = 4096
+PERPLEXITY_WINDOW = 1024
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and then it",
     "人工智能正在改变世界，因为",
@@ -80,9 +85,12 @@ def engine_outputs(args: argparse.Namespace, folder: Path) -> dict:
     """Greedy tokens, their log-probabilities and the speed of this engine."""
     has_tokenizer = (folder / "tokenizer.json").exists()
     start = time.perf_counter()
-    llm = LLM(folder, dtype=args.dtype, device=args.device, max_model_len=4096, skip_tokenizer_init=not has_tokenizer)
+    vocab_size, max_len = llm_limits(folder)
+    llm = LLM(
+        folder, dtype=args.dtype, device=args.device, max_model_len=max_len, skip_tokenizer_init=not has_tokenizer
+    )
     ready_s = time.perf_counter() - start
-    prompts: list = prompts_for(llm._core.model_config.vocab_size, args.lengths)
+    prompts: list = prompts_for(vocab_size, args.lengths)
     prompts += TEXTS if has_tokenizer else []
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True, logprobs=5)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -94,7 +102,7 @@ def engine_outputs(args: argparse.Namespace, folder: Path) -> dict:
         "speed": [],
     }
     for batch in args.batches:
-        batch_prompts = prompts_for(llm._core.model_config.vocab_size, [args.prompt_len] * batch)
+        batch_prompts = prompts_for(vocab_size, [args.prompt_len] * batch)
 
         def timed(num_tokens: int, batch_prompts: list[list[int]] = batch_prompts) -> float:
             llm.reset_prefix_cache()
@@ -105,8 +113,42 @@ def engine_outputs(args: argparse.Namespace, folder: Path) -> dict:
             return time.perf_counter() - begin
 
         result["speed"].append(measure(timed, batch, args.max_tokens))
+    if args.perplexity:
+        windows = text_windows(llm.encode(args.perplexity.read_text(encoding="utf-8")))
+        scored = llm.generate(windows, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        values = [
+            row[token].logprob
+            for window, out in zip(windows, scored)
+            for token, row in zip(window[1:], out.prompt_logprobs[1:])
+        ]
+        result["windows"] = windows
+        result["perplexity"] = math.exp(-statistics.fmean(values))
     llm.close()
     return result
+
+
+def llm_limits(folder: Path) -> tuple[int, int]:
+    """Vocabulary size, and the context length to run with."""
+    config = ModelConfig.from_folder(folder)
+    return config.vocab_size, min(MAX_MODEL_LEN, config.max_context_tokens)
+
+
+def text_windows(token_ids: list[int]) -> list[list[int]]:
+    """The text in pieces of at most PERPLEXITY_WINDOW tokens; the first token of each is context only."""
+    pieces = [token_ids[start : start + PERPLEXITY_WINDOW] for start in range(0, len(token_ids), PERPLEXITY_WINDOW)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+@torch.no_grad()
+def reference_perplexity(args: argparse.Namespace, folder: Path, windows: list[list[int]]) -> float:
+    """Transformers' perplexity of the same windows, in the same dtype."""
+    model = load_reference(folder, args.dtype, args.device)
+    values = []
+    for window in windows:
+        ids = torch.tensor([window], device=args.device)
+        logprobs = model(ids).logits[0, :-1].float().log_softmax(dim=-1)
+        values += logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return math.exp(-statistics.fmean(values))
 
 
 @torch.no_grad()
@@ -192,6 +234,7 @@ def main() -> int:
     parser.add_argument("--prompt-len", type=int, default=512, help="prompt length of the speed runs")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 15, 16, 17, 100, 257, 1000])
+    parser.add_argument("--perplexity", type=Path, help="also compare the perplexity of this text file")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -205,9 +248,12 @@ def main() -> int:
         same_dtype = exact if args.dtype == "float32" else score(folder, args.dtype, args.device, ours)
         figures = compare(exact, same_dtype, ours)
         their_speed = reference_speed(args, folder)
+        if args.perplexity:
+            figures["perplexity"] = ours["perplexity"]
+            figures["transformers_perplexity"] = reference_perplexity(args, folder, ours["windows"])
     name = (args.config_folder or args.model).name
     print(f"{name} {args.dtype} on {args.device}: ready in {ours['ready_s']:.1f} s")
-    print("  " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+    print("  " + ", ".join(f"{key} {value:.6g}" for key, value in figures.items()))
     rows = []
     for (batch, first, step), (_, their_first, their_step) in zip(ours["speed"], their_speed):
         rows.append(
@@ -227,7 +273,13 @@ def main() -> int:
     if args.json:
         record = {"model": name, "dtype": args.dtype, "ready_s": ours["ready_s"], **figures, "speed": rows}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 1 if figures["wrong"] else 0
+    is_off = args.dtype == "float32" and args.perplexity and not agree(figures)
+    return 1 if figures["wrong"] or is_off else 0
+
+
+def agree(figures: dict[str, float]) -> bool:
+    """Whether the two perplexities are equal to four digits."""
+    return math.isclose(figures["perplexity"], figures["transformers_perplexity"], rel_tol=5e-5)
 
 
 if __name__ == "__main__":

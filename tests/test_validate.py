@@ -1,0 +1,50 @@
+"""`benchmarks/validate.py` on the demo checkpoint: exact in fp32 on the CPU, and able to find a fault."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from test_demo_checkpoint import DEMO
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def validate(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import validate as module
+
+    return module
+
+
+def run(module, monkeypatch, tmp_path: Path, *args: str) -> tuple[int, dict]:
+    out = tmp_path / "out.json"
+    command = ["validate.py", "--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--batches"]
+    monkeypatch.setattr(sys, "argv", [*command, "--max-tokens", "24", "--json", str(out), *args])
+    return module.main(), json.loads(out.read_text())
+
+
+def test_the_demo_is_exact_and_has_transformers_perplexity(validate, monkeypatch, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text('def mean(data):\n    """Return the sample arithmetic mean of data."""\n' * 30 + "你好 🐍\n")
+    code, figures = run(validate, monkeypatch, tmp_path, "--lengths", "1", "16", "40", "--perplexity", str(text))
+    assert code == 0
+    assert figures["equal"] == figures["tokens"] == 6 * 24
+    assert figures["perplexity"] == pytest.approx(figures["transformers_perplexity"], rel=5e-5)
+
+
+def test_a_token_that_transformers_would_not_choose_fails(validate, monkeypatch, tmp_path):
+    generate = validate.engine_outputs
+
+    def one_wrong_token(args, folder):
+        outputs = generate(args, folder)
+        outputs["tokens"][0][3] = (outputs["tokens"][0][3] + 1) % 3000
+        return outputs
+
+    monkeypatch.setattr(validate, "engine_outputs", one_wrong_token)
+    code, figures = run(validate, monkeypatch, tmp_path, "--lengths", "20")
+    assert code == 1
+    assert figures["wrong"] >= 1
