@@ -107,23 +107,6 @@ def test_finish_of_an_unknown_or_ended_request_is_ignored():
     driver.check_idle()
 
 
-@pytest.mark.parametrize("num_launched", [0, 1, 2])
-def test_reset_ends_everything_and_the_next_request_is_served(num_launched):
-    driver = Driver(num_blocks=8, block_size=4, max_num_seqs=2)
-    for name in "abcd":
-        driver.add(name, [1] * 9, max_tokens=10)
-    driver.step()
-    for _ in range(num_launched):
-        driver.launch()
-    driver.scheduler.reset()
-    driver.launched.clear()
-    driver.check_idle()
-    assert {request.finish_reason for request in driver.requests} == {"abort"}
-    driver.add("a", [1] * 9, max_tokens=10)
-    driver.run()
-    driver.check_outputs()
-
-
 def test_applying_another_step_or_another_number_of_tokens_is_an_error():
     for step, token_ids in ((1, [3]), (0, []), (0, [3, 3])):
         driver = Driver(num_blocks=8)

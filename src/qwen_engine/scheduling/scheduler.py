@@ -181,12 +181,6 @@ class Scheduler:
                 self.finish(request.request_id, "length")
         return owners
 
-    def reset(self) -> None:
-        """Aborts every request and forgets launched steps whose results will never come."""
-        for request_id in list(self.requests):
-            self.finish(request_id, "abort")
-        self._launched.clear()
-
     def check(self) -> None:
         """Verifies every invariant; raises AssertionError. For tests and debugging."""
         block_size = self.block_manager.block_size
