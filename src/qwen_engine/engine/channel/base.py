@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol, Self
 
@@ -62,11 +63,11 @@ class Subscriber(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-class Closing:
+class Closing(ABC):
     """Lets both ends be used in a `with` statement."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
