@@ -94,7 +94,7 @@ def assert_dead(llm: LLM, reason: str) -> None:
         start = time.monotonic()
         with pytest.raises(EngineDeadError, match=reason):
             call()
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < ERROR_LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_tpw_01_a_stopped_worker_is_caught_by_the_step_watchdog(warm, make_tiny_
             with capfd.disabled():
                 report("\nstop to error, of which 1.5 s are the deadline", stopped_at, until=pending.ended)
             assert "a step took longer than step_timeout_s = 1.5 s" in str(pending.error)
-        assert not is_running(worker)
+        wait_until(lambda: not is_running(worker), ERROR_LIMIT_S)
         stacks = capfd.readouterr().err
         assert "executor.py" in stacks  # of rank 0
         assert "worker.py" in stacks  # of rank 1; a stopped process cannot write its own
@@ -245,7 +245,7 @@ def test_an_error_on_rank_0_ends_the_workers(warm, make_tiny_model, monkeypatch)
         with pytest.raises(EngineDeadError, match=r"rank 0 failed \(AssertionError\)"):
             next(stream)
         report("error on rank 0 to error", failed_at)
-        assert not is_running(worker)
+        wait_until(lambda: not is_running(worker), ERROR_LIMIT_S)
         assert_dead(llm, "rank 0 failed")
         monkeypatch.undo()
 
@@ -288,7 +288,7 @@ def test_shd_01_interrupts(warm, make_tiny_model):
         with interrupts(0.3, 0.6), pytest.raises(KeyboardInterrupt):
             generate(llm)
         report("second Ctrl-C to the end of a hanging step", start + 0.6)
-        assert not is_running(worker)
+        wait_until(lambda: not is_running(worker), ERROR_LIMIT_S)
         assert_dead(llm, "rank 0 was interrupted")
 
 
@@ -334,7 +334,7 @@ def test_shd_01_ctrl_c_in_a_terminal_reaches_all_and_ends_all(warm):
             _, err = process.communicate(timeout=60)
             report(f"Ctrl-C at the {moment} to the end", sent_at)
             assert (process.returncode, err.strip()) == (130, "interrupted")
-            assert not is_running(worker)
+            wait_until(lambda: not is_running(worker), ERROR_LIMIT_S)  # noqa: B023
 
 
 def test_tpw_07_a_damaged_shard_on_one_rank_is_one_line_and_an_exit_code(tmp_path, warm, make_tiny_model):

@@ -2,7 +2,7 @@
 
 One thread starts the workers, so that their parent-death signal is tied to it, and then looks after them until `close`:
 it notices within a fraction of a second when one ends, reads the reason it gave, and enforces the deadline of a step.
-On the first fault it records `failure` and kills all workers, which also breaks every collective that waits for them.
+On the first fault it kills all workers, which also breaks every collective that waits for them, and records `failure`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class WorkerGroup:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
+        self._collect()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         for worker in self._workers:
@@ -195,15 +196,19 @@ class WorkerGroup:
         with self._lock:
             if self.failure is not None:
                 return
+            self._kill()  # first: whoever sees the failure finds no worker that goes on
             self.failure = reason
         if self.announces and not self._closing.is_set():
             logger.error("%s", reason)
-        self._kill()
+        self._collect()
 
     def _kill(self) -> None:
+        """Does not wait: a process that the kernel holds on to may take a while to go."""
         for worker in self._workers:
             if worker.process.poll() is None:
                 worker.process.kill()
+
+    def _collect(self) -> None:
         for worker in self._workers:
             worker.process.wait()
 
