@@ -305,6 +305,42 @@ def bench_prefill(table: Table) -> None:
         )
 
 
+def bench_filters(table: Table) -> None:
+    """top-k, top-p and both, beside a full sort; penalties of a slot with 1000 tokens behind it."""
+    off = 2**31
+    for rows in (1, 16, 256):
+        size = rows * VOCABULARY * 4
+        sets = [normal(rows, VOCABULARY).float() * 3 for _ in range(rotation(size))]
+        heat, none = torch.full((rows,), 0.6, device=DEVICE), torch.zeros(rows, device=DEVICE)
+        for top_k, top_p in ((20, 1.0), (off, 0.95), (20, 0.95)):
+            filters = (heat, torch.full((rows,), top_k, device=DEVICE), torch.full((rows,), top_p, device=DEVICE), none)
+            few = [column[:16] for column in filters]
+            lowest = gpu.lowest_kept(sets[0], *filters)
+            table.row(
+                "lowest_kept",
+                f"{rows} x {VOCABULARY}, k {'off' if top_k == off else top_k}, p {top_p:g}",
+                error=relative_error(lowest[:16], reference.lowest_kept(sets[0][:16], *few)),
+                calls=[partial(gpu.lowest_kept, x, *filters) for x in sets],
+                moved=size,
+                beside={"torch sort": [partial(torch.sort, x, dim=1) for x in sets[:2]]} if top_k == off else None,
+            )
+        counts = torch.zeros(rows, VOCABULARY, dtype=torch.int32, device=DEVICE)
+        counts.scatter_(1, torch.randint(VOCABULARY, (rows, 1000), device=DEVICE), 1)
+        in_prompt = counts.roll(7, dims=1) > 0
+        slots = torch.arange(rows, device=DEVICE)
+        factors = (none + 0.1, none + 0.1, none + 1.0)  # neutral repetition: the tensors stay finite over many calls
+        x, expected = sets[0].clone(), sets[0].clone()
+        gpu.penalise(x, slots, counts, in_prompt, *factors)
+        reference.penalise(expected, slots, counts, in_prompt, *factors)
+        table.row(
+            "penalise",
+            f"{rows} x {VOCABULARY}",
+            error=relative_error(x, expected),
+            calls=[partial(gpu.penalise, x, slots, counts, in_prompt, *factors) for x in sets],
+            moved=rows * VOCABULARY * 5,
+        )
+
+
 def bench_sampling(table: Table) -> None:
     for rows in (1, 16, 64, 256):
         size = rows * VOCABULARY * 2
@@ -339,6 +375,7 @@ BENCHES = {
     "decode": bench_decode,
     "prefill": bench_prefill,
     "sampling": bench_sampling,
+    "filters": bench_filters,
 }
 
 

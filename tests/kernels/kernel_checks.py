@@ -425,6 +425,107 @@ def check_noise_ignores_the_batch(impl: ModuleType, device: str) -> None:
     assert len(set(elsewhere.tolist())) > 8
 
 
+# temperature, top_k, top_p, min_p; 0 < top_k < vocabulary or 2**31 for off.
+FILTERS = (
+    (1.0, 2**31, 1.0, 0.0),
+    (0.0, 3, 0.5, 0.5),
+    (1.0, 1, 1.0, 0.0),
+    (0.7, 4, 1.0, 0.0),
+    (1.5, 2**31, 0.9, 0.0),
+    (1.0, 2**31, 1e-6, 0.0),
+    (0.3, 2**31, 0.9999, 0.0),
+    (1.0, 2**31, 1.0, 0.05),
+    (1.0, 2**31, 1.0, 1.0),
+    (2.0, 50, 0.8, 0.0),
+    (0.9, 50, 0.95, 0.01),
+    (1.0, 20, 0.3, 0.2),
+)
+
+
+def naive_distances_kept(distances: list[float], top_k: int, top_p: float, min_p: float) -> float:
+    """The largest distance below the best logit that stays, worked out rank by rank."""
+    limit = -math.log(min_p) if min_p else math.inf
+    ranked = [d for d in sorted(distances) if d <= limit and d < math.inf][:top_k]
+    total = sum(math.exp(-d) for d in ranked)
+    largest, before = 0.0, 0.0
+    for distance in ranked:
+        if before >= top_p * total and top_p < 1:
+            break
+        largest, before = distance, before + math.exp(-distance)
+    return largest
+
+
+def check_lowest_kept(
+    impl: ModuleType, device: str, dtype: torch.dtype, vocab_size: int, spread: float, *, ties: bool
+) -> None:
+    """Every combination of filters. With `ties` the logits are whole numbers."""
+    rng = generator(device, vocab_size)
+    logits = normal(rng, len(FILTERS), vocab_size, dtype=torch.float32) * spread
+    if ties:
+        logits = logits.round()
+    logits[:, 3::7] = -math.inf
+    logits[1::3, 2::11] = NAN
+    logits = logits.to(dtype)
+    columns = [torch.tensor(column, device=device) for column in zip(*FILTERS)]
+    with poisoned_allocations():
+        lowest = impl.lowest_kept(logits, *columns)
+    assert lowest.dtype == torch.float32
+    for row, (temperature, top_k, top_p, min_p) in enumerate(FILTERS):
+        if temperature <= 0.01 or (top_k >= vocab_size and top_p >= 1 and min_p <= 0):
+            assert lowest[row] == -math.inf
+            continue
+        scaled = logits[row].float() * columns[0][row].reciprocal()
+        scaled = scaled.masked_fill(scaled.isnan(), -math.inf)
+        distances = scaled.max() - scaled
+        kept = distances[scaled >= lowest[row]].max().item()
+        # fp32 sums may end top_p one logit earlier or later where a sum meets it.
+        bounds = [
+            naive_distances_kept(distances.tolist(), top_k, top_p * (1 + sign * 1e-5), min_p * (1 - sign * 1e-6))
+            for sign in (-1, 1)
+        ]
+        assert bounds[0] <= kept <= bounds[1]
+        assert lowest[row] in scaled
+
+
+def check_filtered_argmax(impl: ModuleType, device: str) -> None:
+    """A draw with `lowest` is the draw from logits of which the rest was masked."""
+    rng = generator(device, 11)
+    rows, vocab_size = 20, 70
+    logits = normal(rng, rows, vocab_size, dtype=torch.float32) * 2
+    temperature = torch.tensor([0.0, 0.5, 1.0, 1.3], device=device).repeat(rows // 4)
+    top_k = torch.tensor([1, 5, 20, 2**31, 2], device=device).repeat(rows // 5)
+    top_p, min_p = torch.full((rows,), 0.95, device=device), torch.zeros(rows, device=device)
+    seeds = torch.arange(rows, device=device)
+    lowest = impl.lowest_kept(logits, temperature, top_k, top_p, min_p)
+    scaled = logits * temperature.clamp(min=1e-9).reciprocal()[:, None]
+    masked = logits.masked_fill((scaled < lowest[:, None]) & (temperature > 0)[:, None], -math.inf)
+    chosen = impl.gumbel_argmax(logits, temperature, seeds, seeds, 0, lowest)
+    assert torch.equal(chosen, impl.gumbel_argmax(masked, temperature, seeds, seeds))
+    assert (chosen != impl.gumbel_argmax(logits, temperature, seeds, seeds)).any()
+
+
+def check_penalise(impl: ModuleType, device: str, rows: int, vocab_size: int) -> None:
+    rng = generator(device, rows, vocab_size)
+    num_slots = rows + 2
+    logits = normal(rng, rows, vocab_size, dtype=torch.float32) * 4
+    logits[:, ::6] = -math.inf
+    counts = torch.randint(-3, 4, (num_slots, vocab_size), generator=rng, device=device, dtype=torch.int32).clamp(min=0)
+    in_prompt = torch.rand((num_slots, vocab_size), generator=rng, device=device) < 0.2
+    slots = torch.randperm(num_slots, generator=rng, device=device)[:rows]
+    slots[rows // 2] = -1
+    factors = [torch.rand(rows, generator=rng, device=device) * 2 + low for low in (-1.0, -1.0, 0.3)]
+    expected = logits.double().clone()
+    for row, slot in enumerate(slots.tolist()):
+        for column in range(vocab_size if slot >= 0 else 0):
+            count, x = int(counts[slot, column]), expected[row, column]
+            presence, frequency, repetition = (float(factor[row]) for factor in factors)
+            if count or in_prompt[slot, column]:
+                x = x / repetition if x > 0 else x * repetition
+            expected[row, column] = x - frequency * count - presence * (count > 0)
+    impl.penalise(logits, slots, counts, in_prompt, *factors)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-6)
+
+
 def check_token_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
     rng = generator(device, rows, vocab_size)
     logits = normal(rng, rows, vocab_size, dtype=dtype) * 4

@@ -141,6 +141,22 @@ def test_sampled_tokens_equal_those_of_the_reference():
 
 
 @dtypes
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(3, 1.0), (100, 3.0), (4097, 2.0), (20000, 5.0)])
+def test_filters_keep_what_their_definitions_keep(dtype, vocab_size, spread, ties):
+    checks.check_lowest_kept(gpu, "cuda", dtype, vocab_size, spread, ties=ties)
+
+
+def test_a_filtered_draw_is_a_draw_from_what_is_left():
+    checks.check_filtered_argmax(gpu, "cuda")
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (4, 2500)])
+def test_penalties_equal_their_formula(rows, vocab_size):
+    checks.check_penalise(gpu, "cuda", rows, vocab_size)
+
+
+@dtypes
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (3, 100), (64, 151936), (7, 4097)])
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size):
     checks.check_token_logprobs(gpu, "cuda", dtype, rows, vocab_size)

@@ -131,6 +131,22 @@ def test_smp_10_frequencies_of_sampled_tokens_match_the_softmax():
 
 
 @dtypes
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(3, 1.0), (100, 3.0), (2500, 2.0)])
+def test_filters_keep_what_their_definitions_keep(dtype, vocab_size, spread, ties):
+    checks.check_lowest_kept(reference, "cpu", dtype, vocab_size, spread, ties=ties)
+
+
+def test_a_filtered_draw_is_a_draw_from_what_is_left():
+    checks.check_filtered_argmax(reference, "cpu")
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (4, 300)])
+def test_penalties_equal_their_formula(rows, vocab_size):
+    checks.check_penalise(reference, "cpu", rows, vocab_size)
+
+
+@dtypes
 @pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, vocab_start):
     checks.check_token_logprobs(reference, "cpu", dtype, rows, vocab_size)

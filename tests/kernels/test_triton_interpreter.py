@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from qwen_engine.kernels import gpu, reference  # noqa: E402
+from qwen_engine.kernels.gpu import filters  # noqa: E402
 from qwen_engine.kernels.gpu.decode import choose_num_splits  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
@@ -94,6 +95,21 @@ def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
 
 def test_smp_04_noise_of_a_seeded_row_ignores_the_batch():
     checks.check_noise_ignores_the_batch(gpu, "cpu")
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_filters_keep_what_their_definitions_keep(monkeypatch, ties):
+    monkeypatch.setattr(filters, "_LIMIT_CHUNK", 32)  # several chunks without the interpreter's time for large ones
+    checks.check_lowest_kept(gpu, "cpu", torch.float32, 70, 2.0, ties=ties)
+
+
+def test_a_filtered_draw_is_a_draw_from_what_is_left():
+    checks.check_filtered_argmax(gpu, "cpu")
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (4, 300)])
+def test_penalties_equal_their_formula(rows, vocab_size):
+    checks.check_penalise(gpu, "cpu", rows, vocab_size)
 
 
 @dtypes

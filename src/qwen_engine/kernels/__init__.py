@@ -133,10 +133,49 @@ def prefill_attention(
     )
 
 
+def penalise(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    output_counts: torch.Tensor,
+    in_prompt: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """Apply the three penalties to fp32 logits [rows, vocab], in place.
+
+    Ids that the slot's prompt or output holds: a positive logit is divided by `repetition`, any other multiplied. Ids
+    of the output: less `frequency` times their count and less `presence`. slots: int64 [rows], rows of -1 are left
+    alone; output_counts int32 and in_prompt bool [max_num_seqs, vocab] by slot; the factors fp32 [rows].
+    """
+    _backend(logits).penalise(logits, slots, output_counts, in_prompt, presence, frequency, repetition)
+
+
+def lowest_kept(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """What min_p, top_k and top_p leave of each row, as the lowest scaled logit that stays; gives fp32 [rows].
+
+    Scaled is logits [rows, vocab] times 1 / temperature. In this order: min_p keeps what is at least min_p times as
+    likely as the most likely id (0: off); top_k the k best (vocab or more: off) and the equals of the last of them;
+    top_p the best ids up to the first with which their share of what is left reaches top_p (1: off), counting k of
+    equals. The most likely id always stays. Rows without any of the three, and greedy ones, give -inf.
+    temperature, top_p, min_p: fp32 [rows]; top_k: int64 [rows].
+    """
+    return _backend(logits).lowest_kept(logits, temperature, top_k, top_p, min_p)
+
+
 def gumbel_argmax(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int = 0
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int = 0,
+    lowest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample one token id per row: argmax(logits / temperature + Gumbel noise); gives int64 [rows].
+
+    lowest: fp32 [rows], from `lowest_kept`: what is scaled to less is left out.
 
     logits: [rows, vocab], column i standing for token id vocab_start + i (ids returned are these). Rows with
     temperature <= GREEDY_TEMPERATURE take the plain argmax, the lowest id on ties. temperature: fp32 [rows];
@@ -144,7 +183,7 @@ def gumbel_argmax(
     id & 3 of Philox-4x32-10 (Salmon et al., 2011) with key = seed and counter = (id >> 2, position, 0).
     Logits of -inf or NaN never win against a finite one.
     """
-    return _backend(logits).gumbel_argmax(logits, temperature, seeds, positions, vocab_start)
+    return _backend(logits).gumbel_argmax(logits, temperature, seeds, positions, vocab_start, lowest)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -177,15 +177,69 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int,
     return -torch.log(-torch.log(uniform))
 
 
+def penalise(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    output_counts: torch.Tensor,
+    in_prompt: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    live = torch.nonzero(slots >= 0)[:, 0]
+    x, counts = logits[live], output_counts[slots[live]]
+    present = counts > 0
+    factor = repetition[live, None]
+    x = torch.where(present | in_prompt[slots[live]], torch.where(x > 0, x / factor, x * factor), x)
+    logits[live] = x - (frequency[live, None] * counts + presence[live, None] * present)
+
+
+def lowest_kept(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    vocab_size = logits.shape[1]
+    lowest = torch.full(temperature.shape, -torch.inf, device=logits.device)
+    limited = (temperature > GREEDY_TEMPERATURE) & ((top_k < vocab_size) | (top_p < 1) | (min_p > 0))
+    rows = torch.nonzero(limited)[:, 0]
+    if not len(rows):
+        return lowest
+    top_k, top_p = top_k[rows, None], top_p[rows, None]
+    # Only the best `width` values need sorting when every row that has top_p has top_k too.
+    width = vocab_size if (top_k >= vocab_size).any() else int(top_k.max())
+    best = _scaled(logits[rows], temperature[rows]).topk(width, dim=1).values
+    distances = best[:, :1] - best
+    kept = (torch.arange(width, device=logits.device) < top_k) & (distances <= -min_p[rows, None].log())
+    # Probability before each rank, among those kept so far: a rank stays while the ones before it fall short.
+    masses = torch.where(kept, torch.exp(-distances), 0.0)
+    before = masses.cumsum(dim=1) - masses
+    kept &= (before < top_p * masses.sum(dim=1, keepdim=True)) | (top_p >= 1)
+    kept[:, 0] = True
+    lowest[rows] = torch.where(kept, best, torch.inf).amin(dim=1)
+    return lowest
+
+
+def _scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    scaled = logits.float() * temperature[:, None].reciprocal()
+    return scaled.masked_fill(scaled.isnan(), -torch.inf)
+
+
 def gumbel_argmax(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int = 0
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int = 0,
+    lowest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     scores = logits.float()
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
     sampled = temperature > GREEDY_TEMPERATURE
     if sampled.any():
+        scaled = _scaled(logits[sampled], temperature[sampled])
         noise = gumbel_noise(seeds[sampled], positions[sampled], vocab_start, logits.shape[1])
-        scores[sampled] = scores[sampled] * temperature[sampled, None].reciprocal() + noise
+        if lowest is not None:
+            scaled = scaled.masked_fill(scaled < lowest[sampled, None], -torch.inf)
+        scores[sampled] = scaled + noise
     return scores.argmax(dim=1) + vocab_start  # the first of several maxima
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from qwen_engine import kernels
-from qwen_engine.request import GREEDY_TEMPERATURE, SamplingParams
+from qwen_engine.request import SamplingParams
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FEATURES = ("penalties", "bias", "bad_words", "min_tokens", "filters", "logprobs")
@@ -69,8 +69,6 @@ class SamplingTables:
         self._bad_prefixes: torch.Tensor | None = None  # int64 [max_num_seqs, words, length - 1], right-aligned
         self._bad_last: torch.Tensor | None = None  # int64 [max_num_seqs, words]
         self._uses = {name: np.zeros(max_num_seqs, dtype=bool) for name in _FEATURES}
-        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)  # 0 when off
-        self._needs_sort = np.zeros(max_num_seqs, dtype=bool)  # top_p without top_k
         self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
 
     def set(self, entries: Sequence[SlotSampling]) -> None:
@@ -100,8 +98,6 @@ class SamplingTables:
         slot, params = entry.slot, entry.params
         num_output = len(entry.token_ids) - entry.num_prompt_tokens
         filters = not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self._top_k[slot] = max(params.top_k, 0) if filters else 0
-        self._needs_sort[slot] = filters and params.top_p < 1 and params.top_k <= 0
         self._num_logprobs[slot] = params.logprobs or 0
         uses = {
             "penalties": params.has_penalties,
@@ -188,10 +184,11 @@ class SamplingTables:
         """
         adjusted = self._adjust(logits, slots, device_slots, positions, token_table)
         floats, integers = self._floats[device_slots], self._integers[device_slots]
-        temperature = floats[:, 0].contiguous()
+        temperature, top_p, min_p = (column.contiguous() for column in floats.unbind(1)[:3])
+        lowest = None
         if self._any("filters", slots):
-            adjusted = self._filter(adjusted, temperature, floats, integers[:, 1], slots)
-        token_ids = kernels.gumbel_argmax(adjusted, temperature, integers[:, 0].contiguous(), positions)
+            lowest = kernels.lowest_kept(adjusted, temperature, integers[:, 1].contiguous(), top_p, min_p)
+        token_ids = kernels.gumbel_argmax(adjusted, temperature, integers[:, 0].contiguous(), positions, lowest=lowest)
         if self._any("penalties", slots) and self._output_counts is not None:
             rows = torch.ones_like(token_ids, dtype=torch.int32)
             self._output_counts.view(-1).index_add_(0, device_slots * self.vocab_size + token_ids, rows)
@@ -255,44 +252,8 @@ class SamplingTables:
         """Rows without penalties have neutral factors, so the counts an earlier request left there do not matter."""
         assert self._output_counts is not None
         assert self._in_prompt is not None
-        floats = self._floats[device_slots]
-        counts = self._output_counts[device_slots]
-        present = counts > 0
-        seen = present | self._in_prompt[device_slots]
-        repetition = floats[:, 5:6]
-        x.copy_(torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x))
-        x.sub_(floats[:, 4:5] * counts + floats[:, 3:4] * present)
-
-    def _filter(
-        self,
-        x: torch.Tensor,
-        temperature: torch.Tensor,
-        floats: torch.Tensor,
-        top_k: torch.Tensor,
-        slots: np.ndarray,
-    ) -> torch.Tensor:
-        """Masks what min_p, top_k and top_p leave out. The most likely token always stays.
-
-        Everything is a lower bound on the scaled logit, so only the best `width` values are sorted when every
-        row that has top_p has top_k too.
-        """
-        scaled = x.float() / torch.where(temperature > GREEDY_TEMPERATURE, temperature, 1.0)[:, None]
-        width = self.vocab_size if self._needs_sort[slots].any() else max(1, int(self._top_k[slots].max()))
-        best = scaled.topk(min(width, self.vocab_size), dim=-1).values  # [rows, width], descending
-        limit = best[:, :1] + floats[:, 2:3].log()  # p >= min_p * p_max; log(0) = -inf lets all pass
-        ranks = torch.arange(best.shape[1], device=self.device)
-        kept = (ranks < top_k[:, None]) & (best >= limit)
-        # Probability before each rank, among those kept so far: a rank stays while the ones before it fall short.
-        probabilities = torch.where(kept, best, float("-inf")).softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        top_p = floats[:, 1:2]
-        kept &= (before < top_p) | (top_p >= 1)
-        kept[:, 0] = True
-        lowest = torch.where(kept, best, float("inf")).amin(dim=-1, keepdim=True)
-        # A row whose filters all lie beyond the sorted values keeps whatever passes min_p.
-        unbounded = (top_k[:, None] >= self.vocab_size) & (top_p >= 1)
-        lowest = torch.where(unbounded, limit, lowest)
-        return torch.where(scaled >= lowest, x, float("-inf"))
+        factors = (column.contiguous() for column in self._floats[device_slots].unbind(1)[3:])
+        kernels.penalise(x, device_slots, self._output_counts, self._in_prompt, *factors)
 
     def _any(self, feature: str, slots: np.ndarray) -> bool:
         return bool(self._uses[feature][slots].any())

@@ -7,6 +7,7 @@ environment before Triton is imported, the same functions take CPU tensors.
 
 from qwen_engine.kernels.gpu.decode import decode_attention
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
+from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import prefill_attention
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
@@ -17,6 +18,8 @@ __all__ = [
     "decode_attention",
     "embed_tokens",
     "gumbel_argmax",
+    "lowest_kept",
+    "penalise",
     "prefill_attention",
     "qk_norm_rope_kv_write",
     "rms_norm",

@@ -47,6 +47,7 @@ def _argmax_chunk_kernel(
     temperature,
     seeds,
     positions,
+    lowest,
     best_score,
     best_id,
     logits_stride,
@@ -65,10 +66,15 @@ def _argmax_chunk_kernel(
     scores = tl.load(logits + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
     heat = tl.load(temperature + row)
+    if heat > GREEDY_TEMPERATURE:
+        scores *= tl.div_rn(1.0, heat)
+        scores = tl.where(scores == scores, scores, float("-inf"))
+        if lowest is not None:
+            scores = tl.where(scores >= tl.load(lowest + row), scores, float("-inf"))
     # Top-k and top-p leave most chunks with nothing but -inf, and those need no noise.
     if (heat > GREEDY_TEMPERATURE) & (tl.max(scores, 0) > float("-inf")):
         bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), first_id, CHUNK)
-        scores = scores * tl.div_rn(1.0, heat) + gumbel(bits)
+        scores += gumbel(bits)
     peak, winner = _best(scores, tl.where(inside, ids, -1))
     tl.store(best_score + row * tl.num_programs(1) + chunk, peak)
     tl.store(best_id + row * tl.num_programs(1) + chunk, winner)
@@ -86,7 +92,12 @@ def _argmax_merge_kernel(best_score, best_id, out, chunks, CHUNKS: tl.constexpr)
 
 
 def gumbel_argmax(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int = 0
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int = 0,
+    lowest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size + vocab_start % 4, _ARGMAX_CHUNK)
@@ -98,6 +109,7 @@ def gumbel_argmax(
         temperature,
         seeds,
         positions,
+        lowest,
         best_score,
         best_id,
         logits.stride(0),
