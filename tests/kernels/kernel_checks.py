@@ -105,6 +105,22 @@ def check_silu_mul(impl: ModuleType, device: str, dtype: torch.dtype, tokens: in
     assert_close(impl, out, gate * torch.sigmoid(gate) * up)
 
 
+def check_tiled_products(
+    impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, rows: int, columns: int
+) -> None:
+    """Both kernels of `gpu.linear` at tiles that divide the weight and that do not, with and without split-K."""
+    rng = generator(device, tokens, rows, columns)
+    x = normal(rng, tokens, columns + 16, dtype=dtype)[:, :columns]
+    weight = normal(rng, 2 * rows, columns, dtype=dtype)
+    products = x.double() @ weight.double().T
+    gate, up = products.chunk(2, dim=1)
+    for sizes in ((16, 32, 1), (32, 16, 3), (64, 64, 2)):
+        tiles = impl.Tiles(*sizes)
+        with poisoned_allocations():
+            assert_close(impl, impl.linear_tiled(x, weight, tiles), products)
+            assert_close(impl, impl.gated_linear_tiled(x, weight, tiles), gate * gate.sigmoid() * up)
+
+
 def check_embed_tokens(impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, hidden: int) -> None:
     """Two shards of 13 and 10 rows; some tokens in neither, some slots padding."""
     rng = generator(device, tokens, hidden)
@@ -558,4 +574,5 @@ SPANS = (
     [(33, 64), (1, 65), (2, 129)],
     [(5, 132), (3, 0), (31, 31), (1, 1)],
 )
+PRODUCTS = ((1, 32, 64), (3, 40, 100), (17, 64, 129), (33, 16, 48))  # tokens, rows of the weight, columns
 VOCABULARIES = ((1, 5, 0), (3, 100, 7), (5, 1001, 128), (2, 4099, 4094))  # rows, vocab_size, vocab_start

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 from qwen_engine import kernels  # noqa: E402
 from qwen_engine.kernels import gpu, reference  # noqa: E402
+from qwen_engine.kernels.gpu import tiled_linear  # noqa: E402
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 head_shapes = pytest.mark.parametrize(
@@ -138,6 +139,28 @@ def test_sampled_tokens_equal_those_of_the_reference():
     expected = reference.gumbel_argmax(logits, heat, seeds, positions)
     # Two tokens may have the same 23 bits at the top, where one step of u moves the noise by 0.1 or more.
     assert torch.equal(chosen, expected)
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [*checks.PRODUCTS, (64, 1024, 4096), (1, 5120, 12800)])
+def test_tiled_products_equal_their_formula(dtype, tokens, rows, columns):
+    checks.check_tiled_products(tiled_linear, "cuda", dtype, tokens, rows, columns)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 65])
+def test_products_use_the_tiles_that_were_tuned_and_agree_with_cublas(monkeypatch, rows):
+    weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    plain, gated = kernels.linear(x, weight), kernels.gated_linear(x, weight)
+    used = []
+    for name in ("linear_tiled", "gated_linear_tiled"):
+        real = getattr(tiled_linear, name)
+        monkeypatch.setattr(tiled_linear, name, lambda *args, real=real, name=name: (used.append(name), real(*args))[1])
+    tiles = {tiled_linear.MAX_ROWS: tiled_linear.Tiles(rows=64, columns=128, splits=2)}
+    monkeypatch.setattr(tiled_linear, "TUNED", {("linear", 256, 512): tiles, ("gated", 256, 512): tiles})
+    torch.testing.assert_close(kernels.linear(x, weight), plain, atol=0.3, rtol=1e-2)
+    torch.testing.assert_close(kernels.gated_linear(x, weight), gated, atol=3.0, rtol=2e-2)
+    assert used == (["linear_tiled", "gated_linear_tiled"] if rows <= tiled_linear.MAX_ROWS else [])
 
 
 @dtypes

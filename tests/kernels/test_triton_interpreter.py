@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from qwen_engine.kernels import gpu, reference  # noqa: E402
-from qwen_engine.kernels.gpu import filters  # noqa: E402
+from qwen_engine.kernels.gpu import filters, tiled_linear  # noqa: E402
 from qwen_engine.kernels.gpu.decode import choose_num_splits  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
@@ -95,6 +95,12 @@ def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
 
 def test_smp_04_noise_of_a_seeded_row_ignores_the_batch():
     checks.check_noise_ignores_the_batch(gpu, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "rows", "columns"), checks.PRODUCTS)
+def test_tiled_products_equal_their_formula(dtype, tokens, rows, columns):
+    checks.check_tiled_products(tiled_linear, "cpu", dtype, tokens, rows, columns)
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -48,6 +48,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return _backend(gate_up).silu_mul(gate_up)
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [tokens, in] times weight [out, in], transposed; gives [tokens, out]."""
+    return _backend(x).linear(x, weight)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(x Gᵀ) * (x Uᵀ) for x [tokens, in] and weight [2 * inter, in], G above U; gives [tokens, inter].
+
+    The two products may be rounded to x's dtype before they are combined.
+    """
+    return _backend(x).gated_linear(x, weight)
+
+
 def embed_tokens(
     token_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor, vocab_start: int
 ) -> torch.Tensor:

@@ -35,6 +35,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return silu_mul(F.linear(x, weight))
+
+
 def embed_tokens(
     token_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor, vocab_start: int
 ) -> torch.Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from qwen_engine import kernels
 from qwen_engine.distributed.tp_group import TPGroup
-from qwen_engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from qwen_engine.layers.linear import GatedLinear, RowParallelLinear
 
 
 class GatedMLP(nn.Module):
@@ -18,8 +17,8 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         local = intermediate_size // tp.size
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, 2 * local, dtype=dtype, device=device)
+        self.gate_up_proj = GatedLinear(hidden_size, 2 * local, dtype=dtype, device=device)
         self.down_proj = RowParallelLinear(local, hidden_size, tp=tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(kernels.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))

@@ -12,12 +12,15 @@ from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import prefill_attention
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
 from qwen_engine.kernels.gpu.sampling import gumbel_argmax, token_logprobs
+from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear
 
 __all__ = [
     "add_rms_norm",
     "decode_attention",
     "embed_tokens",
+    "gated_linear",
     "gumbel_argmax",
+    "linear",
     "lowest_kept",
     "penalise",
     "prefill_attention",
