@@ -1,5 +1,5 @@
-"""What a user asks for and gets: `SamplingParams`, `RequestSpec` (a checked request), `Request` (one sequence inside the
-engine) and the outputs.
+"""What a user asks for and gets: `SamplingParams`, `RequestSpec` (a checked request), `Request` (one sequence inside
+the engine) and the outputs.
 
 A `Request` is owned by the scheduler from admission to its end; `num_computed_tokens` is its only progress.
 Ranges are checked here, in one place; what depends on the model (vocabulary, context) is checked by

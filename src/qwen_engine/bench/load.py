@@ -22,6 +22,7 @@ from tqdm import tqdm
 from qwen_engine.bench.results import Check
 from qwen_engine.bench.roofline import decode_work
 from qwen_engine.errors import EngineDeadError, RequestError, summary
+from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.llm import LLM
 from qwen_engine.request import SamplingParams
 

@@ -105,6 +105,12 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def check_ranks(self) -> None:
+        """Raises EngineDeadError once the engine is closed or one of its ranks has died, without running a step."""
+        if self._executor is None:
+            raise EngineDeadError("the engine is closed; create a new one")
+        self._executor.check()
+
     def check(self, request: Request) -> None:
         """Raises RequestError if the request can never be served, EngineDeadError after `close`."""
         if self._executor is None:

@@ -34,6 +34,17 @@ class SampleDelta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def then(self, other: SampleDelta) -> SampleDelta:
+        """This delta and the next one of the same sample as one."""
+        return SampleDelta(
+            self.index,
+            self.text + other.text,
+            self.token_ids + other.token_ids,
+            self.logprobs + other.logprobs,
+            other.finish_reason,
+            other.stop_reason,
+        )
+
 
 class _Sample:
     """One sequence's output so far."""
