@@ -816,7 +816,7 @@ def test_a_failure_while_text_is_made_ends_every_live_request(folder, monkeypatc
         outer = llm.stream([5, 6], greedy(100))
         next(outer)
         with monkeypatch.context() as patch:
-            patch.setattr("qwen_engine.engine.output_processor.RequestState.take", lambda *_: 1 / 0)
+            patch.setattr("qwen_engine.frontend.output_processor.RequestState.take", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 one(llm, [7], greedy())
         assert [out["finish_reason"] for out in outer] == ["abort"]

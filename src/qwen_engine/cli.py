@@ -1,7 +1,7 @@
 """The command line: complete prompts, or chat. Text goes to stdout, everything else to stderr.
 
-Exit codes: 0 done, 2 bad input (one line says what), 130 interrupted. `bench` and `results` belong to `bench.cli`,
-which adds 1: a check failed, or a figure got worse.
+Exit codes: 0 done, 2 bad input (one line says what), 130 interrupted. `serve` belongs to `server.serve`, `bench` and
+`results` to `bench.cli`; they add 1: the engine died, a check failed, or a figure got worse.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ examples:
   python -m qwen_engine                                   the demo model completes a prompt
   python -m qwen_engine --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --max-tokens 64
   python -m qwen_engine chat --model ./Qwen3-8B           talk to it
+  python -m qwen_engine serve --model Qwen/Qwen3-8B       serve it over HTTP, with OpenAI's API
   python -m qwen_engine bench --help                      measure it: stress suites, throughput, latency, start
   python -m qwen_engine results --help                    compare and report what was measured
 """
@@ -35,10 +36,10 @@ CHAT_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = _parse(sys.argv[1:] if argv is None else list(argv))
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("qwen_engine").setLevel(logging.INFO if args.verbose else logging.WARNING)
     try:
+        args = _parse(sys.argv[1:] if argv is None else list(argv))
+        logging.getLogger("qwen_engine").setLevel(logging.INFO if args.verbose else logging.WARNING)
         return args.run(args)
     except QwenEngineError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -56,11 +57,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         from qwen_engine.bench.cli import parse_args
 
         return parse_args(argv)
+    if argv[:1] == ["serve"]:
+        from qwen_engine.server.serve import parse_args as parse_serve_args
+
+        return parse_serve_args(argv[1:])
     is_chat = argv[:1] == ["chat"]
     parser = argparse.ArgumentParser(
         prog="python -m qwen_engine" + (" chat" if is_chat else ""),
         description="Talk to a Qwen3 model. " + CHAT_HELP if is_chat else DESCRIPTION,
-        usage=None if is_chat else "python -m qwen_engine [chat | bench | results] [options]",
+        usage=None if is_chat else "python -m qwen_engine [chat | serve | bench | results] [options]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

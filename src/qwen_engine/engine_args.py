@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from collections.abc import Collection
 from typing import Any
 
 from qwen_engine.config import EngineConfig
@@ -14,12 +15,12 @@ _PREFIX = "engine_"
 _WITHOUT_FLAG = {"model", "skip_tokenizer_init"}
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of EngineConfig; the help is the field's line in its docstring."""
+def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """One flag per field of EngineConfig but those of `without`; the help is the field's line in its docstring."""
     group = parser.add_argument_group("engine")
     helps = dict(re.findall(r"^ *(\w+): (.+)$", EngineConfig.__doc__ or "", flags=re.MULTILINE))
     for field in dataclasses.fields(EngineConfig):
-        if field.name in _WITHOUT_FLAG:
+        if field.name in _WITHOUT_FLAG or field.name in without:
             continue
         flag = "--" + field.name.replace("_", "-")
         text = helps.get(field.name, "").replace("%", "%%")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
 import weakref
 from collections import deque
@@ -15,18 +14,14 @@ from tqdm import tqdm
 
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine.core import EngineCore
-from qwen_engine.engine.output_processor import RequestState
 from qwen_engine.errors import EngineDeadError, RequestError
+from qwen_engine.frontend.input_processor import InputProcessor, Prompt, as_prompt_list
+from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import resolve_model
-from qwen_engine.request import Request, RequestOutput, SamplingParams
+from qwen_engine.request import RequestOutput, SamplingParams
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids" and, optionally, "cache_salt" and "priority"."""
 Message = Mapping[str, Any]
-
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
-_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so n samples of one seed get n different seeds
 
 
 class LLM:
@@ -46,7 +41,7 @@ class LLM:
         self._lock_owner: int | None = None
         self._live: dict[str, RequestState] = {}  # by sequence id
         self._left: deque[RequestState] = deque()  # nobody waits for these any more
-        self._request_numbers = itertools.count()
+        self._inputs = InputProcessor(self.config, model_config, self.tokenizer)
         weakref.finalize(self, self._core.close)
 
     @classmethod
@@ -79,7 +74,7 @@ class LLM:
         sampling_params: one for all prompts, or one for each; None takes `default_sampling_params()`.
         Raises RequestError, before any work, if one of the requests cannot be served.
         """
-        return self._run_all(_as_prompt_list(prompts), sampling_params, use_tqdm)
+        return self._run_all(as_prompt_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -120,7 +115,7 @@ class LLM:
         Outputs of several prompts interleave; `request_id` tells them apart, in the order of the prompts. Leaving the
         loop early aborts what still runs.
         """
-        return self._outputs(self._states(_as_prompt_list(prompts), sampling_params))
+        return self._outputs(self._states(as_prompt_list(prompts), sampling_params))
 
     def track(
         self,
@@ -131,7 +126,7 @@ class LLM:
 
         Unlike `stream` it copies nothing, and a step without output yields an empty list.
         """
-        states = self._states(_as_prompt_list(prompts), sampling_params)
+        states = self._states(as_prompt_list(prompts), sampling_params)
         return states, self._steps(states, every_step=True)
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -139,11 +134,11 @@ class LLM:
 
         For `stream`: `llm.stream([llm.apply_chat_template(messages)], params)`.
         """
-        return self._needs_tokenizer().apply_chat_template(messages, **options)
+        return self._inputs.needs_tokenizer().apply_chat_template(messages, **options)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return self._needs_tokenizer().encode(text)
+        return self._inputs.needs_tokenizer().encode(text)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
@@ -192,9 +187,9 @@ class LLM:
         try:
             with self._engine() as core:
                 for state in states:
-                    for sequence in state.sequences:
-                        core.add(sequence)
-                        self._live[sequence.request_id] = state
+                    for index, sequence_id in enumerate(state.spec.sequence_ids):
+                        core.add(state.spec.sequence(index))
+                        self._live[sequence_id] = state
             while True:
                 with self._engine() as core:
                     if not (any(state.moved for state in states) or all(state.finished for state in states)):
@@ -218,7 +213,7 @@ class LLM:
 
     def _step(self, core: EngineCore) -> None:
         for output in core.step():
-            state = self._live.get(output.request.request_id)
+            state = self._live.get(output.sequence_id)
             if state is not None:
                 state.take(output, core.finish)
 
@@ -250,9 +245,9 @@ class LLM:
 
     def _drop(self, state: RequestState) -> None:
         """Forgets a request, aborting it if it has not ended."""
-        for sequence in state.sequences:
-            self._core.finish(sequence.request_id, "abort")
-            self._live.pop(sequence.request_id, None)
+        for sequence_id in state.spec.sequence_ids:
+            self._core.finish(sequence_id, "abort")
+            self._live.pop(sequence_id, None)
         state.abort()
 
     def _states(
@@ -273,91 +268,9 @@ class LLM:
                 f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params; give one, or one for each",
                 param="sampling_params",
             )
-        return [self._state(_as_mapping(prompt), params) for prompt, params in zip(prompts, sampling_params)]
+        return [self._state(prompt, params) for prompt, params in zip(prompts, sampling_params)]
 
-    def _state(self, prompt: Mapping[str, Any], params: SamplingParams) -> RequestState:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params is {type(params).__name__}; it must be a SamplingParams", param="sampling_params"
-            )
-        config, model = self.config, self._core.model_config
-        eos_token_ids = () if params.ignore_eos else model.eos_token_ids
-        params.check_model(vocab_size=model.vocab_size, max_logprobs=config.max_logprobs, eos_token_ids=eos_token_ids)
-        text = prompt.get("prompt")
-        token_ids = prompt.get("prompt_token_ids")
-        if token_ids is None:
-            token_ids = self._needs_tokenizer().encode(text)
-        if params.stop:
-            self._needs_tokenizer()
-        number = next(self._request_numbers)
-        seed = params.seed
-        if seed is None or seed == -1:
-            seed = config.seed * 2**32 + number
-        bad_word_ids = self._bad_word_ids(params.bad_words)
-        sequences = [
-            Request(
-                f"{number}-{index}",
-                token_ids,
-                params,
-                seed=_wrap_int64(seed + index * _SEED_STEP),
-                priority=prompt.get("priority", 0),
-                cache_salt=prompt.get("cache_salt"),
-                eos_token_ids=eos_token_ids,
-                bad_word_ids=bad_word_ids,
-            )
-            for index in range(params.n)
-        ]
-        self._core.check(sequences[0])
-        return RequestState(str(number), text, sequences, self.tokenizer)
-
-    def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is written at the start of a text and after a space."""
-        found: list[list[int]] = []
-        for word in words:
-            for text in (word, " " + word.lstrip()):
-                ids = self._needs_tokenizer().encode(text, add_special_tokens=False)
-                if ids and ids not in found:
-                    found.append(ids)
-        return found
-
-    def _needs_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(
-                "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True; give token ids"
-            )
-        return self.tokenizer
-
-
-def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt in any form → a list of it; a list of prompts stays."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is {type(prompts).__name__}; give text, token ids or a list of prompts", "prompt")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if not isinstance(prompt, Mapping):
-        if not isinstance(prompt, Sequence):
-            raise RequestError(f"a prompt is {type(prompt).__name__}; give text or token ids", "prompt")
-        return {"prompt_token_ids": prompt}
-    unknown = set(prompt) - _PROMPT_KEYS
-    if unknown:
-        raise RequestError(
-            f"prompt has unknown key {min(unknown)!r}; known: {', '.join(sorted(_PROMPT_KEYS))}", "prompt"
-        )
-    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
-        raise RequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", "prompt")
-    text = prompt.get("prompt")
-    if text is not None and not isinstance(text, str):
-        raise RequestError(f"prompt is {type(text).__name__}; it must be text", "prompt")
-    return prompt
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
+    def _state(self, prompt: Prompt, params: SamplingParams) -> RequestState:
+        spec = self._inputs.process(prompt, params)
+        self._core.check(spec.sequence(0))
+        return RequestState(spec, self.tokenizer)

@@ -1,4 +1,5 @@
-"""What a user asks for and gets: `SamplingParams`, `Request` (one sequence inside the engine) and the outputs.
+"""What a user asks for and gets: `SamplingParams`, `RequestSpec` (a checked request), `Request` (one sequence inside
+the engine) and the outputs.
 
 A `Request` is owned by the scheduler from admission to its end; `num_computed_tokens` is its only progress.
 Ranges are checked here, in one place; what depends on the model (vocabulary, context) is checked by
@@ -13,7 +14,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from qwen_engine.errors import RequestError, shown
 
@@ -29,6 +30,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64  # every slot has room for the most and longest in use
 MAX_LOGIT_BIAS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so n samples of one seed get n different seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ class Request:
         "params",
         "priority",
         "request_id",
+        "scheduled_time",
         "seed",
         "slot",
         "status",
@@ -233,6 +236,7 @@ class Request:
         self.limit_tokens = 0  # prompt + output may not pass this; set at admission to the queue
         self.arrival = 0  # set at admission to the queue
         self.admission_step = 0  # the step in which it last got its slot and blocks
+        self.scheduled_time = 0.0  # time.monotonic() when it first got them
 
         self.slot = -1
         self.block_ids: list[int] = []
@@ -257,6 +261,41 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A user's request, tokenized and checked against the model: all that the engine needs to know of it.
+
+    One prompt with `params.n` samples; each is a sequence of its own inside the engine.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    priority: int = 0
+    cache_salt: str | None = None
+    eos_token_ids: Sequence[int] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        return [f"{self.request_id}-{index}" for index in range(self.params.n)]
+
+    def sequence(self, index: int) -> Request:
+        """A new sequence to queue, for one of the samples. Raises RequestError for malformed fields."""
+        return Request(
+            f"{self.request_id}-{index}",
+            self.prompt_token_ids,
+            self.params,
+            seed=_wrap_int64(self.seed + index * _SEED_STEP),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            eos_token_ids=self.eos_token_ids,
+            bad_word_ids=self.bad_word_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """Raw log-probability of one token at one position, its rank (1 = most likely) and its text."""
 
@@ -269,11 +308,42 @@ PositionLogprobs = dict[int, Logprob]
 """Token id → Logprob at one position: the top ones, and always the token that stands there."""
 
 
+class SequenceOutput(Protocol):
+    """What one step brought one sequence, as the front end reads it.
+
+    token_id: the token sampled, None for a step that only computed prompt tokens. prompt_logprobs: (index of the first
+    prompt token covered, one entry per token). scheduled_time: when it first got a slot, by `time.monotonic()`.
+    """
+
+    @property
+    def sequence_id(self) -> str: ...
+    @property
+    def token_id(self) -> int | None: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def stop_reason(self) -> int | str | None: ...
+    @property
+    def logprobs(self) -> PositionLogprobs | None: ...
+    @property
+    def prompt_logprobs(self) -> tuple[int, Sequence[PositionLogprobs]] | None: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def scheduled_time(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request in seconds; `arrival_time` is a `time.monotonic()` reading, the others are spans from it."""
+    """Times of one request in seconds; `arrival_time` is a `time.monotonic()` reading, the others are spans from it.
+
+    scheduled_s: until the first of its samples got a slot.
+    """
 
     arrival_time: float
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
@@ -382,3 +452,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
             raise RequestError(f"logit_bias of id {token_id} is {shown(bias)}; it must be a number", param="logit_bias")
         biases[token_id] = float(max(-100, min(100, bias)))
     return biases
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from qwen_engine.bench.results import Check
 from qwen_engine.bench.roofline import decode_work
-from qwen_engine.engine.output_processor import RequestState
 from qwen_engine.errors import EngineDeadError, RequestError, summary
+from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.llm import LLM
 from qwen_engine.request import SamplingParams
 
@@ -116,16 +116,16 @@ class _Recorder:
     def _row(self, index: int, state: RequestState, expected_tokens: int) -> tuple[Row, np.ndarray]:
         times = self.times.get(state.request_id, [])
         gaps_s = np.diff(times)
-        num_output, sequence = state.num_output_tokens, state.sequences[0]
+        num_output, metrics = state.num_output_tokens, state.metrics
         row = {
             "phase": self.run.phase,
             "index": index,
             "prompt_tokens": len(state.prompt_token_ids),
             "expected_output_tokens": expected_tokens,
             "output_tokens": num_output,
-            "cached_tokens": sequence.num_cached_tokens,
-            "finish_reason": sequence.finish_reason,
-            "preemptions": sequence.num_preemptions,
+            "cached_tokens": state.num_cached_tokens,
+            "finish_reason": state.finish_reasons[0],
+            "preemptions": metrics.num_preemptions,
             "ttft_s": times[0] - self.start if times else None,
             "e2e_s": times[-1] - self.start if times else None,
             "tpot_s": (times[-1] - times[0]) / (num_output - 1) if num_output > 1 else None,

@@ -1,6 +1,6 @@
 """The engine's heart: one scheduler, one model, and the loop that moves requests forward.
 
-Knows token ids only; text is the business of `output_processor`. Not thread-safe: one caller drives it.
+Knows token ids only; text is the business of `frontend`. Not thread-safe: one caller drives it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What one step brought one request. The request's `finish_reason` tells whether it has ended.
-
-    token_id: the token sampled, None for a step that only computed prompt tokens.
-    prompt_logprobs: (index of the first prompt token covered, one entry per token).
-    """
+    """What one step brought one request: a `SequenceOutput` that looks its state up in the request itself."""
 
     request: Request
     token_id: int | None
     logprobs: PositionLogprobs | None = None
     prompt_logprobs: tuple[int, list[PositionLogprobs]] | None = None
+
+    @property
+    def sequence_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.request.stop_reason
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.request.num_cached_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.request.num_preemptions
+
+    @property
+    def scheduled_time(self) -> float:
+        return self.request.scheduled_time
 
 
 class EngineCore:
@@ -84,6 +104,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def check_ranks(self) -> None:
+        """Raises EngineDeadError once the engine is closed or one of its ranks has died, without running a step."""
+        if self._executor is None:
+            raise EngineDeadError("the engine is closed; create a new one")
+        self._executor.check()
 
     def check(self, request: Request) -> None:
         """Raises RequestError if the request can never be served, EngineDeadError after `close`."""

@@ -96,6 +96,11 @@ class Executor:
         """Process ids of ranks 1, 2, ... that this engine started."""
         return [] if self._workers is None else self._workers.pids
 
+    def check(self) -> None:
+        """Raises EngineDeadError once a worker rank has failed; for callers with no step to run."""
+        if self._workers is not None:
+            self._workers.check()
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Runs a step on all ranks. Raises EngineDeadError if a rank fails or the step does not end in time."""
         if self._workers is None:

@@ -70,6 +70,36 @@ def decode_plan(data: bytes) -> StepPlan:
     )
 
 
+def encode_params(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from their default, ready for msgpack."""
+    fields = {}
+    for name, default in _PARAM_DEFAULTS.items():
+        value = getattr(params, name)
+        if value == default:
+            continue
+        if name in _ID_PARAMS:
+            value = _pack_ids(name, value)
+        elif name == "logit_bias":
+            value = [_pack_ids(name, list(value)), struct.pack(f"<{len(value)}d", *value.values())]
+        fields[name] = value
+    return fields
+
+
+def decode_params(fields: object) -> SamplingParams:
+    """The inverse of `encode_params`. PlanError for anything else."""
+    if not isinstance(fields, dict) or not fields.keys() <= _PARAM_DEFAULTS.keys():
+        raise PlanError(f"plan's params are {shown(fields)}; they must be a map of sampling parameters")
+    values = dict(fields)
+    for name in _ID_PARAMS & values.keys():
+        values[name] = _unpack_ids(name, values[name])
+    if "logit_bias" in values:
+        values["logit_bias"] = _logit_bias(values["logit_bias"])
+    try:
+        return SamplingParams(**values)
+    except RequestError as error:
+        raise PlanError(f"plan's params are out of range: {error}") from error
+
+
 def _slot_fields(entry: SlotInit) -> dict[str, Any]:
     fields = {
         "slot": entry.slot,
@@ -77,7 +107,7 @@ def _slot_fields(entry: SlotInit) -> dict[str, Any]:
         "num_prompt_tokens": entry.num_prompt_tokens,
         "num_computed_tokens": entry.num_computed_tokens,
         "block_ids": _pack_ids("block_ids", entry.block_ids),
-        "params": _param_fields(entry.params),
+        "params": encode_params(entry.params),
         "seed": entry.seed,
         "stop_ids": _pack_ids("stop_ids", entry.stop_ids),
         "bad_word_ids": [_pack_ids("bad_word_ids", ids) for ids in entry.bad_word_ids],
@@ -96,7 +126,7 @@ def _slot_init(fields: object) -> SlotInit:
         num_prompt_tokens=fields["num_prompt_tokens"],
         num_computed_tokens=fields["num_computed_tokens"],
         block_ids=_unpack_ids("block_ids", fields["block_ids"]),
-        params=_sampling_params(fields["params"]),
+        params=decode_params(fields["params"]),
         seed=fields["seed"],
         stop_ids=_unpack_ids("stop_ids", fields["stop_ids"]),
         bad_word_ids=[
@@ -110,34 +140,6 @@ def _check_slot_numbers(fields: dict[str, Any], *, num_tokens: int) -> None:
     _checked_int("num_prompt_tokens", fields["num_prompt_tokens"], 0, num_tokens)
     _checked_int("num_computed_tokens", fields["num_computed_tokens"], 0, num_tokens)
     _checked_int("seed", fields["seed"], INT64_MIN, INT64_MAX)
-
-
-def _param_fields(params: SamplingParams) -> dict[str, Any]:
-    fields = {}
-    for name, default in _PARAM_DEFAULTS.items():
-        value = getattr(params, name)
-        if value == default:
-            continue
-        if name in _ID_PARAMS:
-            value = _pack_ids(name, value)
-        elif name == "logit_bias":
-            value = [_pack_ids(name, list(value)), struct.pack(f"<{len(value)}d", *value.values())]
-        fields[name] = value
-    return fields
-
-
-def _sampling_params(fields: object) -> SamplingParams:
-    if not isinstance(fields, dict) or not fields.keys() <= _PARAM_DEFAULTS.keys():
-        raise PlanError(f"plan's params are {shown(fields)}; they must be a map of sampling parameters")
-    values = dict(fields)
-    for name in _ID_PARAMS & values.keys():
-        values[name] = _unpack_ids(name, values[name])
-    if "logit_bias" in values:
-        values["logit_bias"] = _logit_bias(values["logit_bias"])
-    try:
-        return SamplingParams(**values)
-    except RequestError as error:
-        raise PlanError(f"plan's params are out of range: {error}") from error
 
 
 def _logit_bias(value: object) -> dict[int, float]:

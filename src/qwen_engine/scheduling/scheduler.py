@@ -17,6 +17,7 @@ The engine core is the only caller.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
@@ -273,6 +274,7 @@ class Scheduler:
             request.num_computed_tokens = len(cached) * block_manager.block_size
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
+                request.scheduled_time = time.monotonic()
             request.slot = self._free_slots.pop()
             request.admission_step = plan.step
             request.status = RequestStatus.RUNNING

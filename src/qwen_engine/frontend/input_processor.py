@@ -1,0 +1,111 @@
+"""From what a user sends to what the engine takes: tokenizes, checks against the model, fixes the seeds.
+
+Safe to share between threads. What only the scheduler can know (room for the prompt, a full queue) it checks itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qwen_engine.config import EngineConfig, ModelConfig
+from qwen_engine.errors import RequestError
+from qwen_engine.request import RequestSpec, SamplingParams
+from qwen_engine.tokenization.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids" and, optionally, "cache_salt" and "priority"."""
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
+
+
+class InputProcessor:
+    """Makes the requests of one engine; their ids count up. `tokenizer` is None if the engine works with ids only."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._config = config
+        self._model_config = model_config
+        self._numbers = itertools.count()
+
+    def process(self, prompt: Prompt, params: SamplingParams) -> RequestSpec:
+        """Checks and tokenizes one request. Raises RequestError."""
+        prompt = as_mapping(prompt)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params is {type(params).__name__}; it must be a SamplingParams", param="sampling_params"
+            )
+        config, model = self._config, self._model_config
+        eos_token_ids = () if params.ignore_eos else model.eos_token_ids
+        params.check_model(vocab_size=model.vocab_size, max_logprobs=config.max_logprobs, eos_token_ids=eos_token_ids)
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self.needs_tokenizer().encode(text)
+        if params.stop:
+            self.needs_tokenizer()
+        number = next(self._numbers)
+        seed = params.seed
+        if seed is None or seed == -1:
+            seed = config.seed * 2**32 + number
+        return RequestSpec(
+            request_id=str(number),
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=seed,
+            priority=prompt.get("priority", 0),
+            cache_salt=prompt.get("cache_salt"),
+            eos_token_ids=eos_token_ids,
+            bad_word_ids=self._bad_word_ids(params.bad_words),
+        )
+
+    def needs_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True; give token ids"
+            )
+        return self.tokenizer
+
+    def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it is written at the start of a text and after a space."""
+        found: list[list[int]] = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self.needs_tokenizer().encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt in any form → a list of it; a list of prompts stays."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is {type(prompts).__name__}; give text, token ids or a list of prompts", "prompt")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def as_mapping(prompt: Prompt) -> Mapping[str, Any]:
+    """One prompt in any form → its mapping form, checked."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is {type(prompt).__name__}; give text or token ids", "prompt")
+        return {"prompt_token_ids": prompt}
+    unknown = set(prompt) - _PROMPT_KEYS
+    if unknown:
+        raise RequestError(
+            f"prompt has unknown key {min(unknown)!r}; known: {', '.join(sorted(_PROMPT_KEYS))}", "prompt"
+        )
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise RequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", "prompt")
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt is {type(text).__name__}; it must be text", "prompt")
+    return prompt

@@ -1,0 +1,163 @@
+"""POST /v1/completions: text in, text on; also the place where prompts are scored (echo with logprobs)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from qwen_engine.frontend.output_processor import RequestState, SampleDelta
+from qwen_engine.request import RequestSpec
+from qwen_engine.server.logprobs import CompletionLogprobs, join_pieces, prompt_logprobs
+from qwen_engine.server.protocol import CompletionBody
+from qwen_engine.server.service import Call, Service, check_token_ids, with_done
+
+
+async def completions(service: Service, body: CompletionBody, request: Request) -> Response:
+    body.check()
+    call = await service.open(
+        request,
+        id_prefix="cmpl-",
+        model=body.model,
+        streams=bool(body.stream),
+        num_sequences=len(body.prompts) * max(1, body.n or 1),
+        timeout_s=body.timeout,
+        limit=("max_tokens", body.max_tokens),
+        prepare=lambda: _specs(service, body),
+    )
+    answer = _Answer(service, body, call)
+    return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
+
+
+def _specs(service: Service, body: CompletionBody) -> Sequence[RequestSpec]:
+    more: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.only_scores:
+        more["max_tokens"] = 1  # the engine has no request without output; the token is dropped
+    elif body.max_tokens is not None:
+        more["max_tokens"] = body.max_tokens
+    if body.echo and body.logprobs is not None:
+        more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    params = body.sampling_params(service.options.sampling_defaults, **more)
+    specs = []
+    for prompt in body.prompts:
+        if not isinstance(prompt, str):
+            check_token_ids(service.tokenizer, prompt, "prompt")
+        form = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        spec = service.inputs.process({**form, "priority": body.priority or 0, "cache_salt": body.cache_salt}, params)
+        spec.sequence(0)  # refuses malformed fields
+        specs.append(spec)
+    return specs
+
+
+class _Answer:
+    """One call's answer, whole or in chunks; a choice's chunks joined are its whole."""
+
+    def __init__(self, service: Service, body: CompletionBody, call: Call) -> None:
+        self._tokenizer = service.tokenizer
+        self._body = body
+        self._call = call
+        samples = call.generation.states[0].spec.params.n
+        self._choices = [
+            _Choice(self, state, index * samples + sample)
+            for index, state in enumerate(call.generation.states)
+            for sample in range(samples)
+        ]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def body(self) -> CompletionBody:
+        return self._body
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for state in self._call.generation.states:
+            for sample in state.output().outputs:
+                delta = SampleDelta(
+                    sample.index,
+                    sample.text,
+                    tuple(sample.token_ids),
+                    tuple(sample.logprobs or ()),
+                    sample.finish_reason,
+                    sample.stop_reason,
+                )
+                choice = self._choices[len(choices)].part(delta)
+                if self._body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = prompt_logprobs(state.prompt_logprobs or ())
+                if self._body.return_token_ids:
+                    choice["prompt_token_ids"] = list(state.prompt_token_ids)
+                choices.append(choice)
+        return {**self._head(), "system_fingerprint": None, "choices": choices, "usage": self._usage()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        held: dict[int, SampleDelta] = {}  # tokens whose text is not certain yet
+        while deltas := await self._call.generation.next_deltas():
+            for index, delta in deltas:
+                if index in held:
+                    delta = held.pop(index).then(delta)
+                if not delta.text and delta.finish_reason is None:
+                    held[index] = delta
+                    continue
+                chunk = {**self._head(), "choices": [self._choices[index].part(delta)]}
+                if self._body.wants_running_usage:
+                    chunk["usage"] = self._usage()
+                yield chunk
+        if self._body.wants_usage:
+            yield {**self._head(), "choices": [], "usage": self._usage()}
+
+    def _head(self) -> dict[str, Any]:
+        call = self._call
+        return {"id": call.id, "object": "text_completion", "created": call.created, "model": call.model}
+
+    def _usage(self) -> dict[str, Any]:
+        return self._call.usage(num_output_tokens=0 if self._body.only_scores else None)
+
+
+class _Choice:
+    """One choice: adds the echoed prompt to its first part, and counts text offsets over all of them."""
+
+    def __init__(self, answer: _Answer, state: RequestState, index: int) -> None:
+        self._body = answer.body
+        self._tokenizer = answer.tokenizer
+        self._state = state
+        self._index = index
+        self._has_begun = False
+        self._logprobs: CompletionLogprobs | None = None
+        if self._body.logprobs is not None:
+            self._logprobs = CompletionLogprobs(
+                answer.tokenizer, self._body.logprobs, skip_special_tokens=state.spec.params.skip_special_tokens
+            )
+
+    def part(self, delta: SampleDelta) -> dict[str, Any]:
+        """The next part, or all of it."""
+        if self._body.only_scores:
+            reason = None if delta.finish_reason is None else "length"
+            delta = SampleDelta(delta.index, "", (), (), reason)
+        text = delta.text
+        piece = None if self._logprobs is None else self._logprobs
+        logprobs = None
+        if self._body.echo and not self._has_begun:
+            prompt = self._state.spec.prompt
+            if prompt is None:
+                prompt = self._tokenizer.decode(self._state.prompt_token_ids, skip_special_tokens=False)
+            text = prompt + text
+            if piece is not None:
+                logprobs = piece.prompt(self._state.prompt_token_ids, self._state.prompt_logprobs or ())
+        self._has_begun = True
+        if piece is not None:
+            new = piece.output(delta.token_ids, delta.logprobs)
+            logprobs = new if logprobs is None else join_pieces(logprobs, new)
+        choice = {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return choice

@@ -1,0 +1,460 @@
+"""The engine as the API process sees it: a process of its own that takes requests and sends tokens.
+
+Owns the child process, the ZMQ pair socket to it, and every request in flight. Text is made here, from the tokens, with
+the code that `LLM` uses. Whatever happens to the engine, every `Generation` ends: with its output, or with an error.
+
+The socket is a file in a private directory only until the engine has connected; then the directory is removed, so that
+nothing is left however the processes end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from qwen_engine.config import EngineConfig
+from qwen_engine.errors import ConfigError, EngineDeadError, RequestError
+from qwen_engine.frontend.output_processor import RequestState, SampleDelta
+from qwen_engine.request import RequestSpec
+from qwen_engine.server import wire
+from qwen_engine.server.errors import DeadlineError
+from qwen_engine.server.metrics import Metrics
+from qwen_engine.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SILENCE_LIMIT_S = 5.0
+"""The engine counts as hanging when its heart, which beats twice a second, has been silent for so long."""
+_END_WAIT_S = 5.0  # for a process that was told to stop
+_LAST_WORDS_S = 0.2  # for the reason of a process that has ended to be read
+_MAX_PATH_BYTES = 100  # a Unix socket's address has room for 107
+
+
+class EngineStatus(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+    CLOSED = "closed"
+
+
+class Generation:
+    """The requests of one HTTP call in flight: a choice for every prompt and sample, in that order."""
+
+    def __init__(
+        self, states: Sequence[RequestState], *, streams: bool, client: EngineClient, metrics: Metrics
+    ) -> None:
+        self.states = states
+        self._client = client
+        self._metrics = metrics
+        self._streams = streams
+        self._first_choice: dict[str, int] = {}
+        self._num_running = 0
+        for state in states:
+            self._first_choice[state.request_id] = self._num_running
+            self._num_running += state.spec.params.n
+        self._has_output = False
+        self._pending: dict[int, SampleDelta] = {}
+        self._last_token_time: dict[int, float] = {}
+        self._changed = asyncio.Event()
+        self.error: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        """No more output will come."""
+        return self.error is not None or self._num_running == 0
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        return [sequence_id for state in self.states for sequence_id in state.spec.sequence_ids]
+
+    def expire_after(self, timeout_s: float) -> None:
+        """Ends it so many seconds from now: with an error if nothing has come yet, else with what there is."""
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, timeout_s)
+
+    async def next_deltas(self) -> list[tuple[int, SampleDelta]]:
+        """What has come since the last call, as (choice, delta), waiting for some; empty at the end.
+
+        Deltas of one choice are merged, so a slow reader gets larger ones. Raises what ended the call early.
+        """
+        while not self._pending and not self.finished:
+            self._changed.clear()
+            await self._changed.wait()
+        if self.error is not None and not self._pending:
+            raise self.error
+        taken = sorted(self._pending.items())
+        self._pending.clear()
+        return taken
+
+    async def wait_first(self) -> None:
+        """Waits until something has come. Raises what ended the call before that."""
+        while not self._has_output and not self.finished:
+            self._changed.clear()
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def wait_finished(self) -> None:
+        """Waits for all output. Raises what ended the call early."""
+        while not self.finished:
+            self._changed.clear()
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error
+
+    def take(self, state: RequestState, output: wire.WireOutput) -> None:
+        """One output of the engine."""
+        delta = state.take(output, self._client.stop_sequence)
+        if delta is None:
+            return
+        self._has_output = True
+        choice = self._first_choice[state.request_id] + delta.index
+        now = time.monotonic()
+        last_time = self._last_token_time.get(choice)
+        if last_time is not None:
+            self._metrics.observe_gap(now - last_time)
+        self._last_token_time[choice] = now
+        self._add(choice, delta)
+
+    def abort(self) -> None:
+        """Ends what still runs, with finish_reason "abort"; nothing happens if all has ended."""
+        if self.finished:
+            return
+        self._client.abort_sequences(self)
+        for state in self.states:
+            for delta in state.abort():
+                self._add(self._first_choice[state.request_id] + delta.index, delta)
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, which whoever waits for output gets."""
+        if self.finished:
+            return
+        self.error = error
+        for state in self.states:
+            state.abort(str(error))
+        self._end()
+
+    def close(self) -> None:
+        """The call is over, whatever became of it; frees all it holds in the engine."""
+        self.abort()
+        self._end()
+
+    def _expire(self, timeout_s: float) -> None:
+        if not self.finished and not self._has_output:
+            self._client.abort_sequences(self)
+            self.fail(DeadlineError(f"no token within the request's timeout of {timeout_s:g} s"))
+        else:
+            self.abort()
+
+    def _add(self, choice: int, delta: SampleDelta) -> None:
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+        if self._streams:
+            before = self._pending.get(choice)
+            self._pending[choice] = delta if before is None else before.then(delta)
+        if self._streams or self.finished:
+            self._changed.set()
+        if self.finished:
+            self._end()
+
+    def _end(self) -> None:
+        self._changed.set()
+        self._client.forget(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _EngineProcess:
+    """One life of the engine: the process, its socket and its heartbeat."""
+
+    def __init__(self, config: EngineConfig, model_folder: Path) -> None:
+        self.directory: Path | None = _private_directory()
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.PAIR)
+        self.socket.set_hwm(0)
+        self.socket.linger = 0
+        self.beat_fd, write_fd = os.pipe()
+        os.set_blocking(self.beat_fd, False)
+        self.last_beat = time.monotonic()
+        self.last_words: str | None = None
+        """Why it ended, as it said itself."""
+        self.refused_config = False
+        """It never ran, because of its options; `last_words` says which."""
+        address = f"ipc://{self.directory}/engine"
+        self.socket.bind(address)
+        spec = wire.EngineProcessSpec(
+            config=dataclasses.asdict(config),
+            model_folder=str(model_folder),
+            address=address,
+            beat_fd=write_fd,
+            parent_pid=os.getpid(),
+            log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "qwen_engine.server.engine_process"],
+            stdin=subprocess.PIPE,
+            process_group=0,  # a terminal's Ctrl-C is for the API process alone
+            stdout=2,  # whatever a library prints belongs with the logs
+            pass_fds=(write_fd,),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        os.close(write_fd)
+        self.process.stdin.write(spec.line())
+        self.process.stdin.flush()
+
+    def beats(self) -> bool:
+        """Reads the heartbeat; False once the process has ended."""
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(self.beat_fd, 4096):
+                return False
+        self.last_beat = time.monotonic()
+        return True
+
+    def remove_directory(self) -> None:
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory = None
+
+    def end(self, timeout_s: float) -> int:
+        """Waits for the process, kills it after that; frees everything. Returns its exit code."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        code = self.process.wait()
+        os.close(self.beat_fd)
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.socket.close()
+        self.context.term()
+        self.remove_directory()
+        return code
+
+
+class EngineClient:
+    """Starts the engine's process, starts it anew up to `max_restarts` times when it dies, and feeds it.
+
+    on_death: called when the engine has died for good, with the reason. All methods are for the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_folder: Path,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        max_restarts: int = 0,
+        on_death: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._config = config
+        self._model_folder = model_folder
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._restarts_left = max_restarts
+        self._on_death = on_death
+        self._engine: _EngineProcess | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._live: dict[str, tuple[Generation, RequestState]] = {}  # by sequence id
+        self.status = EngineStatus.STARTING
+        self.facts: wire.EngineFacts | None = None
+        """Known once the engine has been ready."""
+        self.stats = wire.EngineStats()
+
+    async def start(self) -> None:
+        """Returns when the engine is ready. Raises ConfigError for options it refuses, EngineDeadError if it dies."""
+        ready = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._run(ready))
+        await asyncio.wait({ready, self._life}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            self._life.result()  # the process could not even be started; this raises why
+        ready.result()
+
+    async def close(self) -> None:
+        """Ends the engine, and every request with an error."""
+        was_ready = self.status is EngineStatus.READY
+        self.status = EngineStatus.CLOSED
+        self._fail_all(EngineDeadError("the server is shutting down"))
+        if was_ready:
+            self._send("shutdown")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_WAIT_S):
+                    while self._engine is not None and self._engine.process.poll() is None:
+                        await asyncio.sleep(0.02)
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+
+    @property
+    def is_healthy(self) -> bool:
+        """The engine is ready and its heart beats."""
+        engine = self._engine
+        if self.status is not EngineStatus.READY or engine is None:
+            return False
+        return time.monotonic() - engine.last_beat < SILENCE_LIMIT_S
+
+    @property
+    def num_sequences(self) -> int:
+        """In flight."""
+        return len(self._live)
+
+    def submit(self, specs: Sequence[RequestSpec], *, streams: bool, arrival_time: float | None = None) -> Generation:
+        """Sends requests to the engine, which takes all of them or none. Refusals come through the Generation.
+
+        streams: deltas are wanted, not just the whole at the end.
+        """
+        if self.status is not EngineStatus.READY:
+            raise EngineDeadError(f"the engine is {self.status.value}")
+        states = [RequestState(spec, self._tokenizer, arrival_time=arrival_time) for spec in specs]
+        generation = Generation(states, streams=streams, client=self, metrics=self._metrics)
+        for state in states:
+            for sequence_id in state.spec.sequence_ids:
+                self._live[sequence_id] = (generation, state)
+        self._send("add", [wire.encode_spec(spec) for spec in specs])
+        return generation
+
+    def reset_prefix_cache(self) -> None:
+        self._send("reset_prefix_cache")
+
+    def abort_all(self) -> None:
+        """Ends everything in flight with finish_reason "abort"."""
+        for generation in {id(generation): generation for generation, _ in self._live.values()}.values():
+            generation.abort()
+
+    def abort_sequences(self, generation: Generation) -> None:
+        """Tells the engine to drop those sequences of it that still run."""
+        ids = [sequence_id for sequence_id in generation.sequence_ids if sequence_id in self._live]
+        if ids:
+            self._send("abort", ids)
+
+    def stop_sequence(self, sequence_id: str, _: str, stop_string: int | str | None) -> None:
+        """Tells the engine that a sequence's text hit a stop string."""
+        self._send("stop", sequence_id, stop_string)
+
+    def forget(self, generation: Generation) -> None:
+        for sequence_id in generation.sequence_ids:
+            self._live.pop(sequence_id, None)
+
+    def _send(self, *message: object) -> None:
+        engine = self._engine
+        if engine is not None:
+            engine.socket.send(wire.pack(*message))  # without a high-water mark it is sent at once; nothing to await
+
+    async def _run(self, ready: asyncio.Future[None]) -> None:
+        """Life after life of the engine, until one may not be followed by another."""
+        while True:
+            try:
+                engine = self._engine = _EngineProcess(self._config, self._model_folder)
+                reason = await self._live_once(engine, ready)
+            finally:
+                await self._bury()
+            if self.status is EngineStatus.CLOSED:
+                return
+            logger.error("the engine has ended: %s", reason)
+            self.status = EngineStatus.DEAD
+            self.stats = wire.EngineStats()
+            self._fail_all(EngineDeadError(reason))
+            if not ready.done():
+                ready.set_exception(ConfigError(reason) if engine.refused_config else EngineDeadError(reason))
+                return
+            if not self._restarts_left:
+                self._on_death(reason)
+                return
+            self._restarts_left -= 1
+            logger.warning("starting the engine anew; %d restarts are left after this one", self._restarts_left)
+            self.status = EngineStatus.STARTING
+
+    async def _live_once(self, engine: _EngineProcess, ready: asyncio.Future[None]) -> str:
+        """Handles what the engine sends until its process ends; returns why it did."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def beat() -> None:
+            if not engine.beats():
+                loop.remove_reader(engine.beat_fd)
+                ended.set()
+
+        loop.add_reader(engine.beat_fd, beat)
+        reader = asyncio.create_task(self._read(engine, ready))
+        try:
+            await ended.wait()
+            await asyncio.wait([reader], timeout=_LAST_WORDS_S)
+            if engine.last_words is not None:
+                return engine.last_words
+            code = engine.process.wait(_END_WAIT_S)
+            return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with code {code}"
+        finally:
+            loop.remove_reader(engine.beat_fd)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _bury(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.process.kill()
+            engine.end(_END_WAIT_S)
+
+    async def _read(self, engine: _EngineProcess, ready: asyncio.Future[None]) -> None:
+        while True:
+            kind, *arguments = wire.unpack(await engine.socket.recv())
+            match kind:
+                case "step":
+                    self._take(*arguments)
+                case "hello":
+                    engine.remove_directory()
+                case "ready":
+                    self.facts = wire.EngineFacts(*arguments[0])
+                    self.status = EngineStatus.READY
+                    if not ready.done():
+                        ready.set_result(None)
+                case "refused":
+                    self._refuse(*arguments)
+                case "aborted":
+                    logger.error("a step of the engine failed: %s", arguments[0])
+                    self._fail_all(EngineDeadError(f"a step of the engine failed ({arguments[0]})"))
+                case "failed":
+                    engine.last_words, engine.refused_config = arguments[0], arguments[1] and not ready.done()
+                    return
+
+    def _take(self, rows: Sequence[Sequence[object]], stats: Sequence[float] | None) -> None:
+        for row in rows:
+            live = self._live.get(row[0])
+            if live is not None:  # it may have been aborted, or ended by a stop string, since this was computed
+                generation, state = live
+                generation.take(state, wire.decode_output(row))
+        if stats is not None:
+            self.stats = wire.EngineStats(*stats)
+
+    def _refuse(self, request_ids: Sequence[str], message: str, param: str | None, is_refusal: bool) -> None:
+        error = RequestError(message, param) if is_refusal else EngineDeadError(message)
+        for generation, state in list(self._live.values()):
+            if state.request_id in request_ids:
+                generation.fail(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for generation, _ in list(self._live.values()):
+            generation.fail(error)
+
+
+def _private_directory() -> Path:
+    """A new directory that only this user may enter, with a path that leaves room for a socket's name."""
+    path = tempfile.mkdtemp(prefix="qwen-engine-")
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES - len("/engine"):
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix="qwen-engine-", dir="/tmp")
+    return Path(path)

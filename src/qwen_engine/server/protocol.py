@@ -1,0 +1,354 @@
+"""Bodies of requests, as pydantic models: what is accepted, of which type, and what is ignored on purpose.
+
+Unknown fields are refused; types are not converted ("5" is no number). null means "not given" everywhere. Ranges are
+checked where `SamplingParams` checks them, so HTTP and Python refuse the same values with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from qwen_engine.errors import shown
+from qwen_engine.request import SamplingParams
+from qwen_engine.server.errors import ApiError, unsupported
+
+MAX_PROMPTS = 2048
+MAX_TIMEOUT_S = 86400.0
+IGNORED = "Accepted and ignored."
+
+_SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "include_stop_str_in_output"),
+    *("ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs"),
+)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    n: int | None = None
+    best_of: int | None = Field(None, description="Accepted only if equal to n.")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice.")
+    priority: int | None = Field(None, description="Lower goes first, with --scheduling-policy priority.")
+    cache_salt: str | None = Field(None, description="Requests share cached prefixes with those of an equal salt.")
+    timeout: float | None = Field(None, description="Seconds after which the request ends, with what there is by then.")
+    user: Any = Field(None, description=IGNORED)
+    metadata: Any = Field(None, description=IGNORED)
+    store: Any = Field(None, description=IGNORED)
+    service_tier: Any = Field(None, description=IGNORED)
+    safety_identifier: Any = Field(None, description=IGNORED)
+    prompt_cache_key: Any = Field(None, description=IGNORED)
+
+    def check(self) -> None:
+        """Raises ApiError for combinations that no field's type can exclude."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise unsupported(
+                "best_of", f"best_of is {shown(self.best_of)}; only n, which is {self.n or 1}, is supported"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        if self.timeout is not None and not 0 < self.timeout <= MAX_TIMEOUT_S:
+            reason = f"timeout is {self.timeout:g}; it must be in (0, {MAX_TIMEOUT_S:g}] seconds"
+            raise ApiError(400, reason, param="timeout")
+
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """`defaults`, what the body gives, and `more`, the later over the earlier. Raises RequestError."""
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{**defaults, **given, **more})
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, description="Default 16; 0 together with echo only scores the prompt.")
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Any = Field(None, description="Not supported.")
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, prompt: object) -> object:
+        if isinstance(prompt, str):
+            return prompt
+        if isinstance(prompt, list) and prompt:
+            kinds = {*map(type, prompt)}
+            if kinds in ({str}, {int}):
+                return prompt
+            if kinds == {list} and all(ids and {*map(type, ids)} == {int} for ids in prompt):
+                return prompt
+        raise ValueError("it must be a text, token ids, or a list of several of either kind, and not empty")
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    @property
+    def only_scores(self) -> bool:
+        return self.max_tokens == 0 and bool(self.echo)
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix not in (None, ""):
+            raise unsupported("suffix", "suffix is not supported")
+        if len(self.prompts) > MAX_PROMPTS:
+            raise ApiError(400, f"{len(self.prompts)} prompts; at most {MAX_PROMPTS} fit in a request", param="prompt")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Any = None
+
+
+class Tool(BaseModel):
+    """Passed to the chat template as it came, so whatever it holds is kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = Field(None, description="Default: up to the context limit.")
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens, and stronger than it.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = Field(None, description='"none" turns thinking off; other values are ignored.')
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = Field(None, description="Default: unless continue_final_message is true.")
+    continue_final_message: bool | None = None
+    verbosity: Any = Field(None, description=IGNORED)
+    modalities: Any = Field(None, description=IGNORED)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise unsupported("response_format", f"response_format {self.response_format.type} is not supported")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise unsupported(
+                "tool_choice", f"tool_choice is {shown(self.tool_choice)}; only none and auto are supported"
+            )
+        if self.tool_choice == "auto" and not self.tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The keyword options of `Tokenizer.apply_chat_template`."""
+        continues = bool(self.continue_final_message)
+        thinking = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {
+            "tools": self.shown_tools,
+            "add_generation_prompt": not continues
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt,
+            "continue_final_message": continues,
+            "chat_template_kwargs": {**thinking, **(self.chat_template_kwargs or {})},
+        }
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call, as they came."""
+        if self.tool_choice == "none" or not self.tools:
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The output limit, and the name it was given under."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+class ReasoningOptions(Body):
+    effort: str | None = None
+    summary: Any = Field(None, description=IGNORED)
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Any = None
+    description: Any = None
+    schema_: Any = Field(None, alias="schema")
+    strict: Any = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Any = Field(None, description=IGNORED)
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses. Nothing is stored: a follow-up sends the whole conversation."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="Not supported yet.")
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    previous_response_id: str | None = Field(None, description="Not supported: nothing is stored.")
+    background: bool | None = None
+    timeout: float | None = Field(None, description="As in completions.")
+    priority: int | None = None
+    cache_salt: str | None = None
+    metadata: dict[str, str] | None = Field(None, description="Returned as it came.")
+    user: Any = Field(None, description=IGNORED)
+    store: Any = Field(None, description=IGNORED)
+    service_tier: Any = Field(None, description=IGNORED)
+    safety_identifier: Any = Field(None, description=IGNORED)
+    prompt_cache_key: Any = Field(None, description=IGNORED)
+    include: Any = Field(None, description=IGNORED)
+    stream_options: Any = Field(None, description=IGNORED)
+
+    def as_chat(self) -> ChatBody:
+        """The same request as a chat. Raises ApiError for what has no counterpart."""
+        if self.tools:
+            raise unsupported("tools", "tools are not supported here yet; use /v1/chat/completions")
+        if self.previous_response_id is not None:
+            raise unsupported("previous_response_id", "responses are not stored; send the whole conversation as input")
+        if self.background:
+            raise unsupported("background", "background is not supported")
+        if self.truncation == "auto":
+            raise unsupported("truncation", "truncation auto is not supported")
+        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
+            raise unsupported("text.format", f"text.format {self.text.format.type} is not supported")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise unsupported("tool_choice", f"tool_choice is {shown(self.tool_choice)}; there are no tools")
+        return ChatBody(
+            model=self.model,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            timeout=self.timeout,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        return [*messages, *(_message_of_item(item, f"input[{index}]") for index, item in enumerate(self.input))]
+
+
+def _message_of_item(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if item.get("type", "message") != "message":
+        raise unsupported(where, f"{where} is of type {shown(item['type'])}; only messages are supported")
+    content = item.get("content")
+    if isinstance(content, list):
+        content = [_text_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+    return {"role": item.get("role"), "content": content}
+
+
+def _text_part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("input_text", "output_text", "text"):
+        raise unsupported(where, f"{where} is of type {shown(kind)}; only text is supported")
+    return {"type": "text", "text": part.get("text")}
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt, or messages with the options of chat completions."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "send either prompt or messages", param="prompt")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return ChatBody(
+            messages=[],
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        ).template_options
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class AbortBody(Body):
+    """POST /v1/abort: ends a request in flight, by its X-Request-Id or by the id in its answer."""
+
+    request_id: str

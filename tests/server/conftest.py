@@ -1,0 +1,38 @@
+"""A tiny random model with the demo's tokenizer, and one server that most tests of a module share."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_models import save_tiny_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))  # fault_tools
+
+from server_tools import Server, serve
+
+DEMO = Path(__file__).parents[2] / "src" / "qwen_engine" / "demo"
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, so any text comes out; long contexts, so that a request can take as long as a test needs."""
+    folder = save_tiny_model(
+        tmp_path_factory.mktemp("chat"),
+        vocab_size=3072,
+        max_position_embeddings=32768,
+        eos_token_id=3049,
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9, "top_k": 50}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path) -> Iterator[Server]:
+    with serve(chat_model, "--max-model-len", "512", "--max-num-seqs", "64", "--served-model-name", "tiny") as server:
+        yield server

@@ -1,0 +1,215 @@
+"""The server's own life: start, keys, overload, drain, and what becomes of everybody when the engine dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_tools import is_running, wait_until, workers_of
+from server_tools import Answer, Server, directories, serve
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "def f(", "max_tokens": 15000, "ignore_eos": True}
+"""Takes a minute or more; nothing here waits for its end."""
+SHORT = {"prompt": "def f(", "max_tokens": 4, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def in_flight(server: Server, *bodies: dict[str, Any], count: int, **options: Any):
+    """The answers of these requests, as futures, once so many sequences run."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        futures: list[Future[Answer]] = [pool.submit(server.ask, COMPLETIONS, body, **options) for body in bodies]
+        wait_until(lambda: server.num_running() == count or any(future.done() for future in futures))
+        assert not any(future.done() for future in futures), [f.result().body for f in futures if f.done()]
+        yield futures
+
+
+def last_event(answer: Answer) -> dict[str, Any]:
+    """Of a stream that ended as it should, with [DONE]."""
+    *_, last, done = answer.body.decode().strip().split("\n\n")
+    assert done == "data: [DONE]"
+    return json.loads(last.removeprefix("data: "))
+
+
+def ended(server: Server, limit_s: float = 60.0) -> int:
+    """Exit code of the server; nothing of it is left."""
+    code = server.process.wait(limit_s)
+    wait_until(lambda: not group_of(server), 10.0)
+    return code
+
+
+def group_of(server: Server) -> list[int]:
+    """Processes that belong to the server's session: its own group, the engine's and the ranks'."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(name)) == server.process.pid and is_running(int(name)):
+                found.append(int(name))
+    return found
+
+
+def test_the_api_process_does_not_import_torch():
+    code = "import sys, qwen_engine.server.serve; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False).returncode == 0
+
+
+def test_tpw_01_a_killed_engine_fails_its_requests_and_is_started_anew_as_often_as_allowed(chat_model):
+    before = directories()
+    with serve(chat_model, "--max-model-len", "16384", "--restart-engine", "1", "--dead-engine-grace", "600") as server:
+        assert directories() == before, "the socket's directory is gone once the engine is connected"
+        first = server.engine_pid
+        with in_flight(server, {**LONG, "n": 2}, {**LONG, "stream": True}, count=3) as (whole, stream):
+            os.kill(first, signal.SIGKILL)
+            answer = whole.result(60)
+            assert (answer.status, answer.error["code"]) == (500, "engine_failed")
+            assert last_event(stream.result(60))["error"]["code"] == "engine_failed"
+        server.wait_for_log("killed by signal 9")
+        wait_until(lambda: server.ask("/health").status == 200, 120.0)
+        assert server.engine_pid != first
+        assert server.ask(COMPLETIONS, SHORT).status == 200
+        assert server.is_idle()
+
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: server.ask("/health").status == 503)
+        assert server.ask("/ready").status == 503
+        answer = server.ask(COMPLETIONS, SHORT)
+        assert (answer.status, answer.error["code"]) == (503, "engine_dead")
+        assert server.metrics()["engine_healthy"] == 0
+        server.process.terminate()
+        assert ended(server) == 1
+        assert directories() == before
+
+
+def test_a_dead_rank_ends_requests_health_and_server(chat_model):
+    args = ("--max-model-len", "16384", "--tensor-parallel-size", "2", "--dead-engine-grace", "0")
+    with serve(chat_model, *args) as server:
+        (worker,) = workers_of(server.engine_pid)
+        with in_flight(server, LONG, count=1) as (answer,):
+            os.kill(worker, signal.SIGKILL)
+            assert answer.result(60).status == 500
+        assert ended(server) == 1
+        server.wait_for_log("rank 1")
+
+
+def test_shd_01_nothing_outlives_a_killed_server(chat_model):
+    before = directories()
+    with serve(chat_model, "--max-model-len", "16384") as server:
+        engine = server.engine_pid
+        with in_flight(server, LONG, count=1) as (answer,):
+            server.process.kill()
+            with pytest.raises(OSError):
+                answer.result(60)
+        wait_until(lambda: not is_running(engine), 10.0)
+        assert not group_of(server)
+        assert directories() == before
+
+
+def test_keys_https_overload_and_a_drain_without_patience(chat_model, tmp_path):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"ssl_certfile: {certificate}\nssl-keyfile: {key}\nmax_model_len: 16384\nmax_num_seqs: 1\n")
+    args = ("--config", str(config), "--max-queued-requests", "1", "--log-format", "json", "--shutdown-timeout", "0")
+    args += ("--allowed-origins", "http://a.example", "--generation-config", "engine")
+    with serve(chat_model, *args, environment={"QWEN_ENGINE_API_KEY": "one,two"}) as server:
+        assert server.url.startswith("https://")
+        server.context = ssl.create_default_context(cafile=str(certificate))
+        check_origins(server)
+        check_keys(server)
+        server.headers["Authorization"] = "Bearer two"
+        with ThreadPoolExecutor(2) as pool:
+            running = pool.submit(server.ask, COMPLETIONS, {**LONG, "stream": True})
+            wait_until(lambda: server.num_running() == 1)
+            waiting = pool.submit(server.ask, COMPLETIONS, LONG)
+            wait_until(lambda: server.metrics()["num_requests_waiting"] == 1)
+            answer = server.ask(COMPLETIONS, SHORT)
+            assert (answer.status, answer.error["code"]) == (503, "queue_full")
+            assert answer.headers["Retry-After"]
+            assert server.ask("/health").status == 200
+
+            server.process.send_signal(signal.SIGINT)
+            assert last_event(running.result(60))["choices"][0]["finish_reason"] == "abort"
+            choice = waiting.result(60).json["choices"][0]
+            assert (choice["finish_reason"], choice["text"]) == ("abort", "")
+        assert ended(server) == 0
+        lines = [json.loads(line) for line in server.log if line.startswith("{")]
+        requests = [line for line in lines if line["message"] == "request"]
+        assert {line["finish_reason"] for line in requests if "finish_reason" in line} == {"abort"}
+
+
+def check_origins(server: Server) -> None:
+    preflight = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
+    answer = server.ask(COMPLETIONS, headers=preflight, method="OPTIONS")
+    assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, "http://a.example")
+    assert not server.ask("/health", headers={"Origin": "http://b.example"}).headers["Access-Control-Allow-Origin"]
+
+
+def check_keys(server: Server) -> None:
+    """sec_12: every route, however it is spelled, is closed without a key; /health alone is open."""
+    paths = server.ask("/openapi.json", headers={"Authorization": "Bearer one"}).json["paths"]
+    assert len(paths) > 12
+    assert server.ask("/health").status == 200
+    for path in [*paths, "/openapi.json", "/docs", "/nowhere"]:
+        if path == "/health":
+            continue
+        for spelling in (path, path + "/", "/" + path, path.upper(), "/health/.." + path):
+            answer = server.ask(spelling, b"{}" if spelling == path else None)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), spelling
+    for wrong in ("Bearer three", "Bearer ", "one", "Basic one", "Bearer onetwo", "bearer one two"):
+        assert server.ask("/version", headers={"Authorization": wrong}).status == 401, wrong
+    for right in ("Bearer one", "bearer two"):
+        assert server.ask("/version", headers={"Authorization": right}).status == 200
+
+
+def test_a_drain_refuses_new_requests_and_finishes_old_ones(chat_model):
+    args = ("--max-model-len", "16384", "--shutdown-timeout", "300", "--metrics-prefix", "vllm")
+    with serve(chat_model, *args) as server:
+        text = server.ask("/metrics").body.decode()
+        for name in ("num_requests_running{", "kv_cache_usage_perc{", "time_to_first_token_seconds_bucket{"):
+            assert "vllm:" + name in text
+        medium = {**LONG, "max_tokens": 700}
+        with in_flight(server, medium, {**LONG, "stream": True}, count=2) as (whole, stream):
+            server.process.terminate()
+            wait_until(lambda: server.ask("/ready").status == 503)
+            assert server.ask("/health").status == 200
+            answer = server.ask(COMPLETIONS, SHORT)
+            assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+            answer = whole.result(120).json
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert answer["usage"]["completion_tokens"] == 700
+            server.process.terminate()  # the second signal does not wait for the other one
+            with contextlib.suppress(OSError):
+                assert last_event(stream.result(60))["choices"][0]["finish_reason"] == "abort"
+        assert ended(server) == 0
+
+
+def test_a_signal_while_the_model_loads_ends_the_server(chat_model):
+    before = directories()
+    with serve(chat_model, ready=False) as server:
+        server.url = server.wait_for_log(r"listening on (http\S+\d)")[1]
+        wait_until(lambda: server.engine_pid)
+        assert server.ask("/health").status == 503
+        answer = server.ask(COMPLETIONS, SHORT)
+        assert answer.status == 503 if answer.status != 200 else True  # ready already
+        server.process.terminate()
+        assert ended(server) == 0
+        assert directories() == before
+
+
+def test_options_that_the_engine_refuses_end_the_start_in_one_line(chat_model):
+    with serve(chat_model, "--max-model-len", "99999999", ready=False) as server:
+        assert ended(server) == 2
+    (line,) = (line for line in server.log if line.startswith("error: "))
+    assert "max_model_len is 99999999" in line

@@ -1,0 +1,234 @@
+"""Parts of the server that need no server: messages between processes, log-probabilities, configuration files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen_engine import cli
+from qwen_engine.errors import ConfigError, RequestError
+from qwen_engine.models.hub import DEMO_FOLDER
+from qwen_engine.request import Logprob, RequestSpec, SamplingParams
+from qwen_engine.server import wire
+from qwen_engine.server.chat import Message
+from qwen_engine.server.chat_output import ChatDelta
+from qwen_engine.server.errors import MAX_MESSAGE_CHARS, ApiError, as_api_error
+from qwen_engine.server.json_response import to_json
+from qwen_engine.server.log_format import JsonFormatter, TextFormatter
+from qwen_engine.server.logprobs import LOGPROB_FLOOR, CompletionLogprobs, chat_logprobs, join_pieces
+from qwen_engine.server.protocol import ChatBody, ResponsesBody
+from qwen_engine.server.serve import parse_args
+from qwen_engine.tokenization.tokenizer import Tokenizer
+
+TEXT = "naïve 你好 🐍, and 👩‍👩‍👧 too"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(DEMO_FOLDER)
+
+
+def test_a_request_crosses_unchanged_but_for_its_text():
+    params = SamplingParams(
+        n=3,
+        temperature=0.5,
+        stop=["a", "b\ud800"],
+        stop_token_ids=[7],
+        logit_bias={5: -1.5},
+        allowed_token_ids=[5, 6, 7],
+    )
+    spec = RequestSpec("17", "text", [1, 2, 3], params, -5, 2, "salt", (7, 9), [[1], [2, 3]])
+    crossed = wire.decode_spec(wire.unpack(wire.pack(wire.encode_spec(spec)))[0])
+    assert crossed.params == params
+    assert crossed.prompt is None
+    for index in range(3):
+        ours, theirs = spec.sequence(index), crossed.sequence(index)
+        for name in ("request_id", "token_ids", "seed", "priority", "cache_salt", "stop_ids", "bad_word_ids"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+logprobs = st.dictionaries(
+    st.integers(0, 2**31 - 1),
+    st.builds(Logprob, st.floats(max_value=0, allow_nan=False), st.integers(1, 2**31)),
+    max_size=4,
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.builds(
+        wire.WireOutput,
+        st.text(max_size=8),
+        st.none() | st.integers(0, 2**31 - 1),
+        st.sampled_from([None, "stop", "length"]),
+        st.none() | st.integers(0, 2**31) | st.text(max_size=4),
+        st.none() | logprobs,
+        st.none() | st.tuples(st.integers(0, 100), st.lists(logprobs, max_size=3)),
+        st.integers(0, 100),
+        st.integers(0, 100),
+        st.floats(0, 1e9),
+    )
+)
+def test_an_output_crosses_unchanged(output):
+    row = wire.encode_output(output, is_first=True)
+    assert wire.decode_output(wire.unpack(wire.pack(row))[0]) == output
+
+
+def test_a_plain_token_is_a_row_of_two():
+    output = wire.WireOutput("1-0", 42, num_cached_tokens=16, num_preemptions=1, scheduled_time=5.0)
+    assert wire.encode_output(output, is_first=False) == ("1-0", 42)
+    assert wire.decode_output(("1-0", 42)) == wire.WireOutput("1-0", 42)
+
+
+def entry(token_id: int, logprob: float = -0.5, **others: float) -> dict[int, Logprob]:
+    return {token_id: Logprob(logprob, 1), **{int(k[1:]): Logprob(v, 2 + i) for i, (k, v) in enumerate(others.items())}}
+
+
+def test_offsets_count_characters_whatever_the_pieces(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    entries = [entry(id_) for id_ in ids]
+    for size in (1, 2, 5, len(ids)):
+        logprobs = CompletionLogprobs(tokenizer, 1, skip_special_tokens=True)
+        pieces = [logprobs.output(ids[i : i + size], entries[i : i + size]) for i in range(0, len(ids), size)]
+        whole = pieces[0]
+        for piece in pieces[1:]:
+            whole = join_pieces(whole, piece)
+        data = b""
+        for id_, offset, text in zip(ids, whole["text_offset"], whole["tokens"]):
+            assert offset == len(data.decode(errors="ignore"))
+            data += tokenizer.token_bytes(id_)
+            if text.startswith("bytes:"):
+                assert bytes.fromhex(text.removeprefix("bytes:").replace("\\x", "")) == tokenizer.token_bytes(id_)
+    parts = chat_logprobs(tokenizer, ids, entries, 0)
+    assert b"".join(bytes(part["bytes"]) for part in parts).decode() == TEXT
+
+
+def test_lpb_01_no_infinity_reaches_json(tokenizer):
+    values = entry(300, -math.inf, i301=-math.inf, i302=math.nan, i303=-1e30)
+    for content in (
+        chat_logprobs(tokenizer, [300], [values], 4),
+        CompletionLogprobs(tokenizer, 4, skip_special_tokens=True).output([300], [values]),
+    ):
+        assert str(LOGPROB_FLOOR) in to_json(content).decode()
+    with pytest.raises(ValueError):
+        to_json(math.inf)
+
+
+def test_the_sampled_token_is_always_among_the_top_ones(tokenizer):
+    values = {300: Logprob(-9.0, 50), 301: Logprob(-0.1, 1), 302: Logprob(-2.0, 2)}
+    piece = CompletionLogprobs(tokenizer, 1, skip_special_tokens=True).output([300], [values])
+    assert list(piece["top_logprobs"][0].values()) == [-0.1, -9.0]
+    (part,) = chat_logprobs(tokenizer, [300], [values], 1)
+    assert [top["logprob"] for top in part["top_logprobs"]] == [-0.1]
+
+
+def test_a_message_is_put_together_from_deltas():
+    message = Message()
+    message.add([ChatDelta(reasoning_content="hm"), ChatDelta(reasoning_content="m")])
+    start = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    message.add([ChatDelta(tool_calls=[start])])
+    message.add([ChatDelta(tool_calls=[{"index": 0, "function": {"arguments": '{"a"'}}])])
+    message.add([ChatDelta(tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}])])
+    assert message.as_json() == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hmm",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+    }
+    assert Message().as_json() == {"role": "assistant", "content": ""}
+
+
+def test_unexpected_errors_show_nothing_and_long_messages_are_cut():
+    error = as_api_error(ZeroDivisionError("secret"))
+    assert error.status == 500
+    assert "secret" not in str(error.body())
+    error = as_api_error(RequestError("x" * 10_000, "prompt"))
+    assert (error.status, error.param, len(error.body()["error"]["message"])) == (400, "prompt", MAX_MESSAGE_CHARS)
+
+
+def test_body_options_become_template_options():
+    body = ChatBody(messages=[], reasoning_effort="none", chat_template_kwargs={"a": 1}, continue_final_message=True)
+    assert body.template_options == {
+        "tools": None,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": False, "a": 1},
+    }
+    assert ChatBody(messages=[], max_tokens=5, max_completion_tokens=3).limit == ("max_completion_tokens", 3)
+    body = ResponsesBody(input=[{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}])
+    assert body.as_chat().messages == [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    for refused in ({"tools": [{"type": "function"}]}, {"background": True}, {"truncation": "auto"}):
+        with pytest.raises(ApiError):
+            ResponsesBody(input="x", **refused).as_chat()
+
+
+def test_log_lines_carry_the_fields_of_a_request():
+    record = logging.LogRecord("name", logging.INFO, "", 0, "request", (), None)
+    record.fields = {"prompt_tokens": 3, "error": None}
+    assert json.loads(JsonFormatter().format(record))["prompt_tokens"] == 3
+    assert TextFormatter("%(message)s").format(record) == "request prompt_tokens=3"
+
+
+def test_a_file_gives_options_and_the_command_line_is_stronger(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "model: some/model\nport: 1\nmax_model_len: 64\napi-key: [a, b]\nenable-prefix-caching: false\nseed: null\n"
+    )
+    args = parse_args(["--config", str(path)])
+    assert (args.model, args.port, args.engine_max_model_len, args.api_key) == ("some/model", 1, 64, ["a", "b"])
+    assert args.engine_enable_prefix_caching is False
+    args = parse_args(["--config", str(path), "--port=2", "--api-key", "c", "--enable-prefix-caching"])
+    assert (args.port, args.api_key, args.engine_enable_prefix_caching) == (2, ["c"], True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "prot"),
+        ("config: x", "config"),
+        ("no-enforce-eager: true", "no-enforce-eager"),
+        ("enforce_eager: 1", "true or false"),
+        ("port: [1, 2]", "list"),
+        ("port: {a: 1}", "port"),
+        ("- a", "list"),
+        ("a: [", "cannot read"),
+        ("max_num_waiting: 3", "max_num_waiting"),
+    ],
+)
+def test_a_file_with_a_fault_is_refused(text, words, tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parse_args(["--config", str(path)])
+    with pytest.raises(ConfigError, match="cannot read"):
+        parse_args(["--config", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--metrics-prefix", "a-b"], "a-b"),
+        (["--ssl-certfile", "x"], "--ssl-keyfile"),
+        (["--host", "no.such.host.invalid"], "cannot listen"),
+        (["--port", "70000"], "cannot listen"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused_before_anything_starts(args, word, capsys):
+    assert cli.main(["serve", "--port", "0", *args]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert word in line
+
+
+def test_shd_02_a_port_that_is_taken_is_found_before_anything_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert cli.main(["serve", "--model", "no/such/folder", "--port", str(port)]) == 2
+    assert f"error: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
