@@ -196,6 +196,13 @@ def test_cut_off_by_the_token_limit():
     assert everywhere("<think>\nabc", reason="length") == ("abc", "", [], "length")
 
 
+def test_what_follows_the_arguments_and_is_no_rest_of_an_object_is_content():
+    for head in ('{"name": "f", "arguments": {}', '{"arguments": {}, "name": "f"', '{"parameters": null, "name": "f"'):
+        assert everywhere(f"<tool_call>{head} B</tool_call>") == ("", " B</tool_call>", [("f", "{}")], "tool_calls")
+        assert everywhere(f'<tool_call>{head}, "x": "y') == ("", ', "x": "y', [("f", "{}")], "tool_calls")
+        assert everywhere(f"<tool_call>{head}") == ("", "", [("f", "{}")], "tool_calls")
+
+
 def test_without_tools_tags_are_text():
     text = f"A {call()} B"
     assert everywhere(text, tools=False) == ("", text, [], "stop")

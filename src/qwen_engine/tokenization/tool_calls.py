@@ -187,6 +187,7 @@ class _CallReader:
         self._arguments = ""  # read and not taken yet
         self._has_arguments = False
         self._in_arguments = False
+        self._is_whole = False  # its object has been closed
 
     @property
     def has_ended(self) -> bool:
@@ -200,6 +201,7 @@ class _CallReader:
             position = self._step(text, start)
             if _State.TAG not in (state, self._state):  # a tag is kept once it is known not to be one
                 self._keep(text[start:position], is_argument=is_argument)
+            self._settle()
         return position
 
     def finish(self) -> None:
@@ -220,8 +222,11 @@ class _CallReader:
             self.unused += text
 
     def _settle(self) -> None:
+        """After a step, once its text was kept."""
         if not self.is_certain and self.name is not None and self._has_arguments:
             self.is_certain = True
+            self.unused = ""
+        if self._is_whole:
             self.unused = ""
 
     def _step(self, text: str, position: int) -> int:
@@ -252,7 +257,6 @@ class _CallReader:
             case _State.ARGUMENTS, '"' | "}":
                 self._state = _State.CONTAINER
                 self._has_arguments = True
-                self._settle()
                 return position
             case _State.NEXT, ",":
                 self._state = _State.KEY
@@ -271,12 +275,11 @@ class _CallReader:
         if not self._has_arguments:
             self._set_arguments("{}")
         self._state = _State.ENDED
-        self.unused = ""
+        self._is_whole = True
         return position + 1
 
     def _set_arguments(self, arguments: str) -> None:
         self._arguments, self._has_arguments = arguments, True
-        self._settle()
 
     @property
     def _is_name(self) -> bool:
@@ -313,7 +316,6 @@ class _CallReader:
             return end
         if self._is_name:
             self.name = value
-            self._settle()
         elif self._is_arguments:
             self._set_arguments(value if value.strip() else "{}")
         self._state = _State.NEXT
