@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_engine.tokenization.output_text import OutputText
+from qwen_engine.tokenization.reasoning import ReasoningSplitter
 
 
 @dataclass(frozen=True)
@@ -230,3 +231,41 @@ def test_dtk_06_merging_calls_of_a_slow_reader_loses_nothing(tiny):
     for lag in range(2, 20):
         groups = [ids[start : start + lag] for start in range(0, len(ids), lag)]
         assert run(tiny, Params(stop=("ENDx",)), groups, reason="length")[3] == expected == tiny.decode(ids)
+
+
+UNDECIDED_PROMPT = "<|im_start|>assistant\n"
+
+
+def run_thinking(tokenizer, text, width, *, stop):
+    """Drives `text`, `width` tokens a call, with stop strings kept out of thinking; returns (text, stop string)."""
+    output = OutputText(tokenizer, [], Params(stop=stop), reasoning=ReasoningSplitter(UNDECIDED_PROMPT))
+    ids = tokenizer.encode(text)
+    for start in range(0, len(ids), width):
+        is_last = start + width >= len(ids)
+        _, matched = output.append(ids[start : start + width], finish_reason="length" if is_last else None)
+        if matched is not None:
+            return output.text, matched
+    return output.text, None
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 100])
+def test_stop_strings_end_the_answer_and_not_the_thinking(tiny, width):
+    thinking = "<think>\nnot END, not\n\nhere</think>\n\n"
+    assert run_thinking(tiny, thinking + "so: END it", width, stop=("END",)) == (thinking + "so: ", "END")
+    assert run_thinking(tiny, thinking + "a\n\nb", width, stop=("\n\n",)) == (thinking + "a", "\n\n")
+    assert run_thinking(tiny, "so: END it", width, stop=("END",)) == ("so: ", "END")
+    assert run_thinking(tiny, "\n\nso", width, stop=("\n\n",)) == ("", "\n\n")
+    assert run_thinking(tiny, "<think>END", width, stop=("END",)) == ("<think>END", None)
+    # Nothing matches across the border, and text that was held back is not lost.
+    assert run_thinking(tiny, "<think>E</think>ND", width, stop=("END", "E</think>")) == ("<think>E</think>ND", None)
+    assert run_thinking(tiny, thinking + "EN", width, stop=("END",)) == (thinking + "EN", None)
+    assert run_thinking(tiny, "<think>a\n</thi", width, stop=("END",)) == ("<think>a\n</thi", None)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 100])
+def test_stop_strings_do_not_move_the_border_of_the_thinking(tiny, width):
+    text = "<think>\nabc\n</think>\n\nxyz"
+    shown, matched = run_thinking(tiny, text, width, stop=("zzzzzzzz",))
+    assert (shown, matched) == (text, None)
+    splitter = ReasoningSplitter(UNDECIDED_PROMPT)
+    assert splitter.feed(shown) == ("abc", "xyz")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from qwen_engine.tokenization.detokenizer import IncrementalDetokenizer
+from qwen_engine.tokenization.reasoning import Part, ReasoningSplitter
 from qwen_engine.tokenization.stop import StopChecker
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
@@ -32,10 +33,18 @@ class OutputText:
     """Text of one sequence. Without a tokenizer, or with `detokenize=False`, every token counts and the text is "".
 
     A stop string that ends within the first `min_tokens` tokens is ignored; one that begins there and ends later
-    counts.
+    counts. With `reasoning`, a splitter of its own, stop strings are looked for in the answer only: thinking and its
+    tags are text like any other, but cannot end it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: TextParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        params: TextParams,
+        *,
+        reasoning: ReasoningSplitter | None = None,
+    ) -> None:
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stop: StopChecker | None = None
         if tokenizer is not None and params.detokenize:
@@ -44,6 +53,7 @@ class OutputText:
             )
             if params.stop:
                 self._stop = StopChecker(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+        self._reasoning = reasoning
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -91,7 +101,7 @@ class OutputText:
         delta = ""
         for count, id_ in enumerate(token_ids, start=1):
             can_match = self._num_tokens + count > self._min_tokens
-            safe, matched = self._stop.feed(self._detokenizer.append((id_,)), can_match=can_match)
+            safe, matched = self._find_stop(self._stop, self._detokenizer.append((id_,)), can_match=can_match)
             delta += safe
             if matched is not None:
                 self.num_tokens_used = count
@@ -104,5 +114,26 @@ class OutputText:
         tail = self._detokenizer.finish()
         if self._stop is None:
             return tail, None
-        delta, matched = self._stop.feed(tail, can_match=num_shown > self._min_tokens)
+        can_match = num_shown > self._min_tokens
+        delta, matched = self._find_stop(self._stop, tail, can_match=can_match, final=True)
         return delta + self._stop.flush(), matched
+
+    def _find_stop(
+        self, stop: StopChecker, text: str, *, can_match: bool, final: bool = False
+    ) -> tuple[str, str | None]:
+        """Text that is safe to show, and the stop string if one is complete."""
+        if self._reasoning is None:
+            return stop.feed(text, can_match=can_match)
+        parts = self._reasoning.split(text)
+        if final:
+            parts += self._reasoning.flush()
+        safe = ""
+        for part, piece in parts:
+            if part is not Part.CONTENT:
+                safe += piece
+                continue
+            shown, matched = stop.feed(piece, can_match=can_match)
+            safe += shown
+            if matched is not None:
+                return safe, matched
+        return safe, None

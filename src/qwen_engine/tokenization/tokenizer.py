@@ -43,6 +43,7 @@ class Tokenizer:
 
         added = backend.get_added_tokens_decoder()
         self._backend = backend
+        self._added_ids = {token.content: id_ for id_, token in added.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.bytes_of_id = _BytesOfId(backend, {id_: token.content.encode() for id_, token in added.items()})
         self._chat_template = ChatTemplate(config.get("chat_template"), variables=named)
@@ -132,6 +133,10 @@ class Tokenizer:
     def is_special(self, id_: int) -> bool:
         """Whether `skip_special_tokens` hides this id. Qwen3's <think> and <tool_call> are not special."""
         return id_ in self.special_ids
+
+    def token_id(self, text: str) -> int | None:
+        """The added token that is spelled `text`, None if the tokenizer has none."""
+        return self._added_ids.get(text)
 
     def token_bytes(self, id_: int) -> bytes:
         """Bytes the id stands for, b"" if the tokenizer does not know it. May be part of a UTF-8 character."""
