@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_engine.bench.output import add_results_dir_argument, number
-from qwen_engine.bench.results import ResultError, device_label, read_result, write_atomically
+from qwen_engine.bench.results import ResultError, device_label, model_label, read_result, write_atomically
 from qwen_engine.config import EngineConfig
 
 # Options that are not repeated with each figure: others tell the same, or they do not matter to speed.
@@ -42,16 +42,17 @@ class Entry:
 
     @property
     def model(self) -> str:
-        engine = self.result["engine_config"] or {}
-        return Path(str(engine.get("model") or self.result["parameters"].get("model") or "?")).name
+        return model_label(self.result)
 
     @property
     def setting(self) -> str:
         """Model, device, and the engine's options that are not the default, as a reader names them."""
-        engine = self.result["engine_config"] or {}
+        engine, parameters = self.result["engine_config"] or {}, self.result["parameters"]
         parts = [f"{self.model} on {device_label(self.result)}"]
-        if "dtype" in engine:
+        if engine.get("dtype"):
             parts.append(engine["dtype"])
+        if "url" in parameters:
+            parts.append(parameters["label"] or parameters["url"])
         if engine.get("tensor_parallel_size", 1) > 1:
             parts.append(f"TP={engine['tensor_parallel_size']}")
         for option in dataclasses.fields(EngineConfig):
@@ -195,7 +196,8 @@ def _section(name: str, entries: Sequence[Entry]) -> str:
             ]
         for check in entry.result["checks"]:
             if not check["passed"]:
-                lines += ["", f"**{entry.setting}: check failed**: {check['name']}: {check.get('detail', '')}"]
+                lines += ["", f"**{entry.setting}: check failed**: {check['name']}: {check['detail']}"]
+        lines += [line for note in entry.result["notes"] for line in ("", f"{entry.setting}: {note}.")]
     return "\n".join(lines)
 
 
@@ -212,6 +214,8 @@ def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
             for phase in measured
         ]
+    if "request_rate" in parameters:
+        return [(_serve_load(parameters), "")]
     count = parameters.get("batch_size", parameters.get("num_prompts", parameters.get("num_iters")))
     if "output_len" in parameters:
         spread = parameters.get("random_range_ratio")
@@ -219,6 +223,19 @@ def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         kind = ", chat" if parameters.get("dataset_name") == "chat" else ""
         return [(f"{count} × ({parameters.get('input_len')} + {parameters['output_len']}){around}{kind}", "")]
     return [("" if count is None else f"{count} times", "")]
+
+
+def _serve_load(parameters: Mapping[str, Any]) -> str:
+    lengths = [
+        f"{name.removeprefix('random_').removeprefix('prefix_repetition_').replace('_', ' ')} {value}"
+        for name, value in parameters.items()
+        if name.endswith(("_len", "_ratio", "_num_prefixes")) and value
+    ]
+    rate, most = parameters["request_rate"], parameters["max_concurrency"]
+    arrival = "all at once" if rate == "inf" else f"{rate:g} a second"
+    limit = "" if most is None else f", at most {most} at once"
+    kind = f"{parameters['num_prompts']} × {parameters['dataset_name']}"
+    return f"{kind}{' (' + ', '.join(lengths) + ')' if lengths else ''}, {arrival}{limit}"
 
 
 def _cell(metrics: Mapping[str, float | None], names: str | tuple[str, ...], prefix: str) -> str:
@@ -242,8 +259,9 @@ def _runs(shown: Sequence[Entry]) -> str:
         kv_tokens = result["memory"].get("kv_cache_tokens")
         facts = [
             result["created"].replace("T", " ").replace("+00:00", " UTC"),
-            f"{device.get('count', 1)} × {device.get('name')}"
-            + (f" (driver {device['driver']})" if device.get("driver") else ""),
+            (f"{device['count']} × " if device["count"] else "")
+            + (device["name"] or "a device that is not known")
+            + (f" (driver {device['driver']})" if device["driver"] else ""),
             _shape(entry),
             f"KV cache of {kv_tokens:,} tokens" if kv_tokens else None,
             f"GPU memory in use {' + '.join(gpus)}" if gpus else None,
