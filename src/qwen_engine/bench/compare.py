@@ -20,7 +20,7 @@ from qwen_engine.errors import shown
 _HIGHER = re.compile(r"(_tok_s|_per_s|throughput|goodput|hit_rate|speedup|_t(b|flop)_s_per_rank|kv_cache_tokens)$")
 _LOWER = re.compile(r"(_s|_ms|_bytes|preemptions|^failed|num_failed|^wrong|^perplexity|error_(mean|max))$")
 # Figures of other programs, of the load generator and of the hardware: no judgement of this engine.
-_NOT_OURS = ("vllm_", "transformers_", "client_lag", "floor_", "target_", "stretch_")
+_NOT_OURS = ("vllm_", "transformers_", "client_lag", "floor_", "target_", "stretch_", "recorded_")
 
 
 @dataclass(frozen=True, slots=True)
