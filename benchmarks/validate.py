@@ -1,6 +1,6 @@
 """The engine against Transformers on the same weights: logits, greedy tokens and speed, in one run.
 
-    python benchmarks/validate.py --config-folder CONFIG [--dtype bfloat16] [--json FILE]
+    python benchmarks/validate.py --config-folder CONFIG [--dtype bfloat16]
     python benchmarks/validate.py --model FOLDER [--perplexity TEXT_FILE]
 
 With --config-folder a random checkpoint of that shape is written to a temporary folder first, and both load it.
@@ -11,6 +11,8 @@ change places: a difference counts as wrong when the fp32 gap between the two to
 error that Transformers itself makes in that precision on the same tokens.
 
 --perplexity: of a text, in windows of 1024 tokens, by both; in fp32 they have to agree to four digits.
+
+Leaves a result file in --results-dir (bench/results.py is the schema).
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import transformers
 from safetensors.torch import save_file
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.bench.output import add_results_dir_argument
+from qwen_engine.bench.results import Check, engine_facts, new_result, write_result
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.models.weights import sharding_table
@@ -123,6 +127,7 @@ def engine_outputs(args: argparse.Namespace, folder: Path) -> dict:
         ]
         result["windows"] = windows
         result["perplexity"] = math.exp(-statistics.fmean(values))
+    result["facts"] = engine_facts(llm)
     llm.close()
     return result
 
@@ -235,7 +240,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 15, 16, 17, 100, 257, 1000])
     parser.add_argument("--perplexity", type=Path, help="also compare the perplexity of this text file")
-    parser.add_argument("--json", type=Path)
+    add_results_dir_argument(parser)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -254,27 +259,42 @@ def main() -> int:
     name = (args.config_folder or args.model).name
     print(f"{name} {args.dtype} on {args.device}: ready in {ours['ready_s']:.1f} s")
     print("  " + ", ".join(f"{key} {value:.6g}" for key, value in figures.items()))
-    rows = []
     for (batch, first, step), (_, their_first, their_step) in zip(ours["speed"], their_speed):
-        rows.append(
-            {
-                "batch": batch,
-                "prompt_len": args.prompt_len,
-                "engine_first_token_s": first,
-                "engine_decode_tok_s": batch / step,
-                "transformers_first_token_s": their_first,
-                "transformers_decode_tok_s": batch / their_step,
-            }
-        )
         print(
             f"  batch {batch:3d}: decode {batch / step:8.1f} tok/s (Transformers {batch / their_step:8.1f}), "
             f"first token {1e3 * first:7.1f} ms (Transformers {1e3 * their_first:7.1f})"
         )
-    if args.json:
-        record = {"model": name, "dtype": args.dtype, "ready_s": ours["ready_s"], **figures, "speed": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    is_off = args.dtype == "float32" and args.perplexity and not agree(figures)
-    return 1 if figures["wrong"] or is_off else 0
+    result = to_result(args, name, figures, ours, their_speed)
+    print(f"  -> {write_result(result, args.results_dir)}")
+    return 0 if result["status"] == "completed" else 1
+
+
+def to_result(args: argparse.Namespace, name: str, figures: dict[str, float], ours: dict, their_speed: list) -> dict:
+    """The result in the common schema; speeds are named after their batch, those of Transformers after it too."""
+    metrics = {"ready_s": ours["ready_s"], **figures}
+    for (batch, first, step), (_, their_first, their_step) in zip(ours["speed"], their_speed):
+        metrics |= {
+            f"batch{batch}_concurrency": batch,
+            f"batch{batch}_first_token_s": first,
+            f"batch{batch}_decode_tok_s": batch / step,
+            f"transformers_batch{batch}_first_token_s": their_first,
+            f"transformers_batch{batch}_decode_tok_s": batch / their_step,
+        }
+    detail = f"{figures['equal']} of {figures['tokens']} greedy tokens are those of fp32, "
+    detail += f"{figures['within_rounding']} ties within rounding, {figures['wrong']} wrong"
+    checks = [Check("no wrong token", not figures["wrong"], detail)]
+    if args.dtype == "float32" and args.perplexity:
+        detail = f"{figures['perplexity']:.6g}, Transformers {figures['transformers_perplexity']:.6g}"
+        checks.append(Check("perplexity equal", agree(figures), detail))
+    names = ("prompt_len", "max_tokens", "batches", "lengths")
+    return new_result(
+        "validate",
+        metrics=metrics,
+        checks=checks,
+        parameters={key: getattr(args, key) for key in names},
+        # A checkpoint that was made up lay in a temporary folder.
+        facts={**ours["facts"], "engine_config": {**ours["facts"]["engine_config"], "model": name}},
+    )
 
 
 def agree(figures: dict[str, float]) -> bool:

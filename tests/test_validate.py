@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from test_demo_checkpoint import DEMO
+
+from qwen_engine.bench.results import read_result
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -21,17 +22,21 @@ def validate(monkeypatch):
 
 
 def run(module, monkeypatch, tmp_path: Path, *args: str) -> tuple[int, dict]:
-    out = tmp_path / "out.json"
+    folder = tmp_path / "results"
     command = ["validate.py", "--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--batches"]
-    monkeypatch.setattr(sys, "argv", [*command, "--max-tokens", "24", "--json", str(out), *args])
-    return module.main(), json.loads(out.read_text())
+    monkeypatch.setattr(sys, "argv", [*command, "--max-tokens", "24", "--results-dir", str(folder), *args])
+    code = module.main()
+    (path,) = folder.iterdir()
+    return code, read_result(path)
 
 
 def test_the_demo_is_exact_and_has_transformers_perplexity(validate, monkeypatch, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text('def mean(data):\n    """Return the sample arithmetic mean of data."""\n' * 30 + "你好 🐍\n")
-    code, figures = run(validate, monkeypatch, tmp_path, "--lengths", "1", "16", "40", "--perplexity", str(text))
-    assert code == 0
+    code, result = run(validate, monkeypatch, tmp_path, "--lengths", "1", "16", "40", "--perplexity", str(text))
+    figures = result["metrics"]
+    assert (code, result["status"]) == (0, "completed")
+    assert result["engine_config"]["dtype"] == "float32"
     assert figures["equal"] == figures["tokens"] == 6 * 24
     assert figures["perplexity"] == pytest.approx(figures["transformers_perplexity"], rel=5e-5)
 
@@ -45,6 +50,6 @@ def test_a_token_that_transformers_would_not_choose_fails(validate, monkeypatch,
         return outputs
 
     monkeypatch.setattr(validate, "engine_outputs", one_wrong_token)
-    code, figures = run(validate, monkeypatch, tmp_path, "--lengths", "20")
-    assert code == 1
-    assert figures["wrong"] >= 1
+    code, result = run(validate, monkeypatch, tmp_path, "--lengths", "20")
+    assert (code, result["status"]) == (1, "failed")
+    assert result["metrics"]["wrong"] >= 1

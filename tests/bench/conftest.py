@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,29 @@ def suite() -> Suite:
 
 
 @pytest.fixture
+def make_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts an nvidia-smi that prints `content` in front of any other."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    def make(content: str | bytes, *, exit_code: int = 0) -> None:
+        answer = folder / "answer"
+        answer.write_bytes(content.encode() if isinstance(content, str) else content)
+        smi = folder / "nvidia-smi"
+        smi.write_text(f"#!/bin/sh\ncat {shlex.quote(str(answer))}\nexit {exit_code}\n")
+        smi.chmod(0o755)
+
+    return make
+
+
+@pytest.fixture
 def make_result() -> Callable[..., dict[str, Any]]:
     """Factory of complete results without an engine."""
 
     def make(metrics: dict[str, float | None], **changes: Any) -> dict[str, Any]:
-        options = {name: changes.pop(name) for name in ("name", "checks", "interrupted") if name in changes}
+        names = ("name", "checks", "interrupted", "notes", "parameters", "distributions", "requests")
+        options = {name: changes.pop(name) for name in names if name in changes}
         return {**new_result(options.pop("name", "latency"), metrics=metrics, **options), **changes}
 
     return make

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_results import ENGINE
 
 from qwen_engine import cli
 from qwen_engine.bench import report
@@ -84,9 +85,9 @@ def test_the_table_shows_old_new_and_change(tmp_path: Path, make_result: Make, c
 
 
 def test_a_new_failure_is_a_regression_and_other_settings_are_noted(tmp_path: Path, make_result: Make, capsys):
-    good = write_result(make_result({}, engine_config={"enforce_eager": False, "model": "demo"}), tmp_path)
+    good = write_result(make_result({}, engine_config=ENGINE), tmp_path)
     bad_result = make_result(
-        {}, checks=[Check("pool whole", False, "7 of 8")], engine_config={"enforce_eager": True, "model": "demo"}
+        {}, checks=[Check("pool whole", False, "7 of 8")], engine_config={**ENGINE, "enforce_eager": True}
     )
     bad = write_result(bad_result, tmp_path)
     assert cli.main(["results", "compare", str(good), str(bad)]) == 1

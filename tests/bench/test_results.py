@@ -16,17 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_results import ENGINE
 
 from qwen_engine import LLM
+from qwen_engine.bench import results
 from qwen_engine.bench.results import (
     SCHEMA,
     Check,
     ResultError,
+    SmiGpu,
     check_writable,
     command_line,
+    device_label,
     new_result,
+    query_gpus,
     read_result,
     write_atomically,
     write_result,
@@ -53,6 +58,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path, make_result: Call
     assert path.name == f"{result['created'][:10]}-cpu-model-latency.json"
 
 
+@settings(deadline=None)  # the first result asks git for the commit
 @given(st.dictionaries(_TEXT, st.floats() | st.none(), max_size=6), _VALUES)
 def test_ben_07_whatever_the_figures_are_the_file_is_strict_json(metrics, value):
     result = new_result("latency", metrics=metrics, parameters={"value": value}, requests=[{"value": value}])
@@ -76,27 +82,107 @@ def test_a_failed_check_and_an_interrupt_show_in_the_status():
     assert new_result("x", metrics={}, checks=failed, interrupted=True)["status"] == "interrupted"
 
 
-def test_each_gpu_of_the_engine_is_named_with_the_memory_that_nvidia_smi_tells(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    smi = tmp_path / "nvidia-smi"
-    rows = ["GPU-cc, NVIDIA H200, 580.1, 143771, 3", "GPU-bb, NVIDIA H200, 580.1, 143771, 132000", "GPU-aa, [N/A]"]
-    smi.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    config = dataclasses.replace(llm.config, tensor_parallel_size=2)
-    monkeypatch.setattr(llm, "config", config)
+@pytest.fixture
+def on_two_gpus(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the engine believe that it runs on GPUs "bb" and "dd"."""
+    monkeypatch.setattr(llm, "config", dataclasses.replace(llm.config, tensor_parallel_size=2))
     monkeypatch.setattr(llm.core, "setup", dataclasses.replace(llm.core.setup, device=torch.device("cuda", 0)))
     gpus = [SimpleNamespace(uuid=uuid, name="NVIDIA H200", total_memory=150 << 30) for uuid in ("bb", "dd")]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: 7)
+
+
+@pytest.mark.usefixtures("on_two_gpus")
+def test_each_gpu_of_the_engine_is_named_with_the_memory_that_nvidia_smi_tells(
+    llm: LLM, tmp_path: Path, make_nvidia_smi: Callable[..., None]
+):
+    rows = [
+        "0, GPU-cc, 580.1, 143771, 3, NVIDIA H200",
+        "1, GPU-bb, 580.1, 143771, 132000, NVIDIA H200",
+        "2, GPU-aa, [N/A]",
+    ]
+    make_nvidia_smi("\n".join(rows) + "\n")
     result = new_result("latency", metrics={}, llm=llm)
     assert result["device"] == {"name": "NVIDIA H200", "count": 2, "driver": "580.1"}
     first, second = result["memory"]["gpus"]
     assert (first["used_bytes"], first["torch_peak_bytes"]) == (132_000 << 20, 7)
     assert (second["used_bytes"], second["driver"], second["total_bytes"]) == (None, None, 150 << 30)
     assert "-h200x2-" in write_result(result, tmp_path).name
+
+
+@pytest.mark.parametrize(
+    ("answer", "exit_code"),
+    [
+        ("", 0),
+        ("No devices were found\n", 6),
+        ("0, GPU-bb, 580.1, 143771, 132000, NVIDIA H200\n", 9),
+        ("Failed to initialize NVML: Driver/library version mismatch\n", 0),
+        ("0, GPU-bb\n", 0),
+        (b"\xff\xfe, \xc3\x28, x, y, z, w\n", 0),
+    ],
+)
+@pytest.mark.usefixtures("on_two_gpus")
+def test_a_result_is_written_whatever_nvidia_smi_says(
+    answer: str | bytes, exit_code: int, llm: LLM, tmp_path: Path, make_nvidia_smi: Callable[..., None]
+):
+    make_nvidia_smi(answer, exit_code=exit_code)
+    result = new_result("latency", metrics={}, llm=llm)
+    assert [gpu["used_bytes"] for gpu in result["memory"]["gpus"]] == [None, None]
+    assert result["device"] == {"name": "NVIDIA H200", "count": 2, "driver": None}
+    assert read_result(write_result(result, tmp_path)) == result
+
+
+@pytest.mark.usefixtures("on_two_gpus")
+def test_a_result_is_written_without_nvidia_smi_and_without_uuids(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert query_gpus() == []
+    nameless = SimpleNamespace(name="NVIDIA H200", total_memory=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: nameless)
+    result = new_result("latency", metrics={}, llm=llm)
+    assert read_result(write_result(result, tmp_path)) == result
+
+
+def test_an_nvidia_smi_that_hangs_is_given_up(make_nvidia_smi: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    make_nvidia_smi("0, GPU-bb, 580.1, 1, 1, NVIDIA H200\n")
+    assert len(query_gpus()) == 1
+    monkeypatch.setattr(results, "SMI_TIMEOUT_S", 0.0)
+    assert query_gpus() == []
+
+
+def test_odd_rows_of_nvidia_smi_are_read_as_far_as_they_go(make_nvidia_smi: Callable[..., None]):
+    make_nvidia_smi(
+        "0, GPU-a, 580.1, 1000, 10, Vendor, Inc. Card, 80 GB\r\n"
+        "1, MIG-b/1/0, [N/A], [Insufficient Permissions], [N/A], [Unknown Error]\n"
+        "one, GPU-c, 580.1, 1000, 10, not a row\n\n"
+    )
+    assert query_gpus() == [
+        SmiGpu(0, "a", "Vendor, Inc. Card, 80 GB", "580.1", 1000 << 20, 10 << 20),
+        SmiGpu(1, "MIG-b/1/0", None, None, None, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "label"),
+    [
+        ("NVIDIA H200", 1, "h200"),
+        ("NVIDIA H200", 2, "h200x2"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 1, "a100-sxm4-80gb-mig-1g.10gb"),
+        ("AMD Instinct/MI300X", None, "instinct-mi300x"),
+        ("../../etc/passwd", 1, "etc-passwd"),
+        ("显卡", 1, "unknown"),
+        (None, None, "unknown"),
+        ("CPU", 64, "cpu"),
+    ],
+)
+def test_a_device_of_any_name_gives_a_file_name(
+    name: str | None, count: int | None, label: str, tmp_path: Path, make_result: Callable[..., dict[str, Any]]
+):
+    result = make_result({}, device={"name": name, "count": count, "driver": None})
+    assert device_label(result) == label
+    assert write_result(result, tmp_path).parent == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -156,8 +242,22 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_run(tmp_path: Path)
         ({"metrics": {"total_s": "fast"}}, "total_s"),
         ({"metrics": {"total_s": True}}, "total_s"),
         ({"status": "splendid"}, "splendid"),
-        ({"checks": [{"name": "pool whole"}]}, "a check"),
-        ({"requests": [3]}, "requests"),
+        ({"metrics": {"total_s": 10**400}}, "total_s"),
+        ({"checks": [{"name": "pool whole"}]}, "checks.0"),
+        ({"checks": [{"name": "pool whole", "passed": 1, "detail": ""}]}, "checks.0"),
+        ({"checks": [{"name": "pool whole", "passed": True, "detail": None}]}, "checks.0"),
+        ({"requests": [3]}, "requests.0"),
+        ({"notes": [3]}, "notes.0"),
+        ({"libraries": {"torch": 2}}, "libraries.torch"),
+        ({"distributions": {"ttft_s": [1, None]}}, "distributions.ttft_s"),
+        ({"distributions": {"ttft_s": 1}}, "distributions.ttft_s"),
+        ({"device": {"name": "CPU", "count": 2}}, "device has no 'driver'"),
+        ({"device": {"name": 3, "count": 2, "driver": None}}, "device.name"),
+        ({"memory": {"host_peak_bytes": 1}}, "memory has no 'gpus'"),
+        ({"memory": {"host_peak_bytes": 1, "gpus": [{"used_bytes": 1}]}}, "memory.gpus"),
+        ({"engine_config": {"model": "demo"}}, "engine_config has no 'dtype'"),
+        ({"engine_config": {**ENGINE, "tensor_parallel_size": "2"}}, "engine_config.tensor_parallel_size"),
+        ({"model_config": {}}, "model_config has no 'num_layers'"),
     ],
 )
 def test_a_file_that_breaks_the_schema_is_refused_by_name(
@@ -184,3 +284,10 @@ def test_what_is_no_result_at_all_is_one_error(text: str, tmp_path: Path):
     (tmp_path / "none.json").write_text(text)
     with pytest.raises(ResultError, match=r"none\.json"):
         read_result(tmp_path / "none.json")
+
+
+def test_every_committed_result_follows_the_schema():
+    paths = list((Path(__file__).parents[2] / "results").glob("*.json"))
+    assert paths
+    for path in paths:
+        assert read_result(path)["status"] in ("completed", "failed", "interrupted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import json
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from stub_server import DONE, Reply, StubServer, VirtualLoop, event, run_virtual
 
 from qwen_engine.bench import serve
 from qwen_engine.bench.cli import parse_args
-from qwen_engine.bench.results import ResultError
+from qwen_engine.bench.results import ResultError, read_result, validate
 from qwen_engine.bench.serve_client import SseDecoder
 from qwen_engine.bench.serve_load import arrival_offsets_s, run_load
 from qwen_engine.errors import ConfigError
@@ -39,22 +40,32 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 def bench(reply: Callable[[int, dict[str, Any]], Reply], *flags: str) -> tuple[dict[str, Any], StubServer]:
-    """The report of one run against a stub, read back through strict JSON, and the stub."""
+    """What one run against a stub reports, `flat`, and the stub."""
 
     async def main() -> tuple[dict[str, Any], StubServer]:
         async with StubServer(reply) as stub:
             return await serve.benchmark(parse("--base-url", stub.url, *flags)), stub
 
-    report, stub = run_virtual(main())
-    assert serve.render(report)
-    return strict(json.dumps(report, allow_nan=False)), stub
+    result, stub = run_virtual(main())
+    return flat(result), stub
 
 
-def strict(document: str) -> dict[str, Any]:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
+def flat(result: dict[str, Any]) -> dict[str, Any]:
+    """A result that followed the schema, its parameters and figures under their own names as vLLM's JSON has them.
 
-    return json.loads(document, parse_constant=refuse)
+    warnings: its notes, and what failed checks say.
+    """
+    validate(result, "the result")
+    json.dumps(result, allow_nan=False)
+    failed = {check["name"]: check["detail"] for check in result["checks"] if not check["passed"]}
+    warnings = [*result["notes"], *(text for name, text in failed.items() if name != "requests complete")]
+    rest = {key: result[key] for key in ("status", "requests", "distributions", "device")}
+    rest |= {"failed_checks": list(failed), "warnings": warnings, "shown": serve.render(result)}
+    return {**result["parameters"], **result["metrics"], **rest}
+
+
+def errors(report: dict[str, Any]) -> dict[str, int]:
+    return dict(collections.Counter(row["error"] for row in report["requests"] if row["error"]))
 
 
 def test_ben_01_counts_are_the_servers_and_token_time_ends_with_the_last_token() -> None:
@@ -137,6 +148,7 @@ def test_ben_02_every_request_carries_ignore_eos_and_lengths_are_compared(flag: 
     assert (report["total_requested_output_tokens"], report["total_output_tokens"]) == (48, 43)
     assert [(r["requested_output_tokens"], r["output_tokens"]) for r in report["requests"]].count((8, 3)) == 1
     assert report["num_length_mismatches"] == 1
+    assert report["failed_checks"] == (["lengths as asked"] if flag else [])
     assert any("1 of 6 outputs have another length" in warning for warning in report["warnings"])
 
 
@@ -160,8 +172,8 @@ def test_ben_03_a_second_run_sends_other_prompts() -> None:
     for report, _ in runs:
         assert report["cached_token_share"] == 0
         assert report["warnings"] == []
-        assert "new prompts" in serve.render(report)
-    assert runs[0][0]["seed"] != runs[1][0]["seed"]
+        assert "new prompts" in report["shown"]
+    assert runs[0][0]["prompt_seed"] != runs[1][0]["prompt_seed"]
 
 
 def test_ben_03_a_warm_cache_under_a_given_seed_is_reported_and_flagged() -> None:
@@ -194,7 +206,8 @@ def test_ben_05_only_successes_have_latencies_and_throughput_divides_by_the_true
 
     report, _ = bench(reply, "--num-prompts", "9", "--save-detailed", "--goodput", "ttft:500")
     assert (report["completed"], report["failed"]) == (3, 6)
-    assert report["error_counts"] == {"HTTP 500: no memory": 3, "the stream held no token": 3}
+    assert errors(report) == {"HTTP 500: no memory": 3, "the stream held no token": 3}
+    assert report["failed_checks"] == ["requests complete"]
     assert report["duration"] == pytest.approx(2.0)
     assert report["mean_ttft_ms"] == report["p99_ttft_ms"] == pytest.approx(100)
     assert report["mean_e2el_ms"] == pytest.approx(800)
@@ -222,12 +235,12 @@ def test_ben_05_only_successes_have_latencies_and_throughput_divides_by_the_true
 def test_ben_05_a_stream_that_breaks_is_a_failure(steps: list[tuple[float, bytes]], error: str) -> None:
     report, _ = bench(lambda *_: Reply(steps), "--num-prompts", "1")
     assert (report["completed"], report["failed"], report["total_output_tokens"]) == (0, 1, 0)
-    assert next(iter(report["error_counts"])).startswith(error)
+    assert next(iter(errors(report))).startswith(error)
     assert report["mean_ttft_ms"] is report["mean_itl_ms"] is None
 
 
 def test_ben_05_a_server_that_is_not_there_fails_every_request() -> None:
-    report = run_virtual(serve.benchmark(parse("--port", "9", "--model", "m", "--num-prompts", "2")))
+    report = flat(run_virtual(serve.benchmark(parse("--port", "9", "--model", "m", "--num-prompts", "2"))))
     assert (report["completed"], report["failed"]) == (0, 2)
     with pytest.raises(ConfigError, match=r"no model at http://127.0.0.1:9/v1/models"):
         run_virtual(serve.benchmark(parse("--port", "9", "--num-prompts", "2")))
@@ -277,7 +290,7 @@ def test_goodput_counts_requests_that_meet_every_slo() -> None:
     flags = ["--num-prompts", "4", "--max-concurrency", "1", "--goodput", "ttft:500", "tpot:50"]
     report, _ = bench(lambda n, _: replies[n], *flags)
     assert report["request_goodput"] * report["duration"] == pytest.approx(1)
-    assert "goodput" in serve.render(report)
+    assert "goodput" in report["shown"]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -420,11 +433,11 @@ def test_a_cancelled_run_reports_what_is_done() -> None:
             task.cancel()
             return await task
 
-    report = run_virtual(main())
+    report = flat(run_virtual(main()))
     assert (report["completed"], report["failed"], report["unfinished"]) == (3, 0, 7)
-    assert report["interrupted"] is True
+    assert report["status"] == "interrupted"
     assert report["duration"] == pytest.approx(0.17)
-    assert "7 unfinished (interrupted)" in serve.render(report)
+    assert "7 unfinished (interrupted)" in report["shown"]
 
 
 @pytest.fixture
@@ -462,8 +475,40 @@ def command(url: str, folder: Path, *flags: str) -> list[str]:
     ]
 
 
+SMI = "0, GPU-a, 580.1, 143771, 132000, NVIDIA H200\n1, GPU-b, 580.1, 143771, 4, NVIDIA H200\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "count", "num_gpus"),
+    [
+        ([], "NVIDIA H200", 1, 1),  # the other one is idle
+        (["--server-device", "2 x MI300X"], "2 x MI300X", None, 0),
+        (["--base-url", "http://192.0.2.1:9"], None, None, 0),  # another host: nothing of this one
+    ],
+)
+def test_the_device_is_the_servers_and_never_guessed(flags, name, count, num_gpus, make_nvidia_smi) -> None:
+    make_nvidia_smi(SMI)
+    facts = serve._server_facts(parse("--port", "9", *flags))
+    assert (facts["device"]["name"], facts["device"]["count"]) == (name, count)
+    assert len(facts["memory"]["gpus"]) == num_gpus
+    make_nvidia_smi("")
+    assert serve._server_facts(parse("--port", "9"))["device"]["name"] is None
+
+
+def test_figures_keep_vllms_names_and_rows_are_short_unless_asked(tmp_path: Path) -> None:
+    report, _ = bench(lambda *_: steady(8), "--num-prompts", "3", "--label", "vllm-0.24", "--goodput", "ttft:500")
+    keys = "duration completed failed total_input_tokens total_output_tokens request_throughput request_goodput "
+    keys += "output_throughput total_token_throughput mean_ttft_ms median_tpot_ms std_itl_ms p99_e2el_ms "
+    keys += "max_concurrent_requests backend model_id tokenizer_id num_prompts request_rate burstiness max_concurrency"
+    assert set(keys.split()) <= set(report)
+    assert report["label"] == "vllm-0.24"
+    assert not {"generated_text", "itl_ms"} & set(report["requests"][0])
+    assert len(report["distributions"]["ttft_s"]) == 101
+    assert report["distributions"]["itl_s"][50] == pytest.approx(0.02)
+
+
 def test_ctrl_c_keeps_what_is_done(live_stub: StubServer, tmp_path: Path) -> None:
-    flags = ["--num-prompts", "6", "--max-concurrency", "1", "--result-filename", "r.json"]
+    flags = ["--num-prompts", "6", "--max-concurrency", "1"]
     process = subprocess.Popen(
         command(live_stub.url, tmp_path, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -475,26 +520,29 @@ def test_ctrl_c_keeps_what_is_done(live_stub: StubServer, tmp_path: Path) -> Non
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "3 completed, 0 failed, 3 unfinished (interrupted)" in out
-    report = strict((tmp_path / "r.json").read_text())
-    assert (report["completed"], len(report["requests"])) == (3, 3)
+    (path,) = tmp_path.iterdir()
+    result = read_result(path)
+    assert result["status"] == "interrupted"
+    assert (result["metrics"]["completed"], len(result["requests"])) == (3, 3)
 
 
-def test_a_run_prints_its_table_and_writes_one_strict_file(live_stub: StubServer, tmp_path: Path) -> None:
+def test_a_run_prints_its_table_and_writes_one_result(live_stub: StubServer, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "results"
     done = subprocess.run(
         command(live_stub.url, folder, "--num-prompts", "3"), capture_output=True, text=True, timeout=15
     )
     assert done.returncode == 0, done.stderr
     (path,) = folder.iterdir()
-    assert path.name.startswith("openai-infqps-stub-model-")
-    assert strict(path.read_text())["completed"] == 3
-    assert f"saved to {path}" in done.stdout
+    result = read_result(path)
+    assert path.name == f"{result['created'][:10]}-unknown-stub-model-serve.json"
+    assert result["metrics"]["completed"] == 3
+    assert f"result: {path}" in done.stdout
     assert "3 completed, 0 failed" in done.stdout
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_load(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    args = parse_args(["bench", "serve", "--save-result", "--result-dir", str(tmp_path / "taken")])
+    args = parse_args(["bench", "serve", "--result-dir", str(tmp_path / "taken")])
     with pytest.raises(ResultError, match="cannot write results into"):
         serve.run(args)
     assert [item.name for item in tmp_path.iterdir()] == ["taken"]

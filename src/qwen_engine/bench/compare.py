@@ -18,7 +18,9 @@ from qwen_engine.errors import shown
 
 # Of a metric's name, phases in front and all: what tells that more is better, or less. Others are no judgement.
 _HIGHER = re.compile(r"(_tok_s|_per_s|throughput|goodput|hit_rate|speedup|_t(b|flop)_s_per_rank|kv_cache_tokens)$")
-_LOWER = re.compile(r"(_s|_ms|_bytes|preemptions|^failed|num_failed)$")
+_LOWER = re.compile(r"(_s|_ms|_bytes|preemptions|^failed|num_failed|^wrong|^perplexity|error_(mean|max))$")
+# Figures of other programs, of the load generator and of the hardware: no judgement of this engine.
+_NOT_OURS = ("vllm_", "transformers_", "client_lag", "floor_", "target_", "stretch_", "recorded_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def direction(name: str) -> int:
     """1 where a larger figure is better, -1 where a smaller one is, 0 where neither can be said."""
-    if name.startswith("std_") or "_std_" in name:
+    if name.startswith("std_") or "_std_" in name or name.startswith(_NOT_OURS):
         return 0
     if _HIGHER.search(name):
         return 1
@@ -85,7 +87,7 @@ def new_failures(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What failed in the new result: checks that the old one passed or did not have, and a run that was interrupted."""
     failed_before = {check["name"] for check in old["checks"] if not check["passed"]}
     failures = [
-        f"FAIL {check['name']}: {check.get('detail', '')}"
+        f"FAIL {check['name']}: {check['detail']}"
         for check in new["checks"]
         if not check["passed"] and check["name"] not in failed_before
     ]
@@ -105,7 +107,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     for what, before, after in sides:
         if before != after:
             notes.append(f"note: {what} was {shown(before)}, is {shown(after)}")
-    return notes
+    notes += [f"note: of the old run: {note}" for note in old["notes"]]
+    return notes + [f"note: of the new run: {note}" for note in new["notes"]]
 
 
 def _settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from qwen_engine.bench.results import Check
+from qwen_engine.bench.results import DISTRIBUTION_POINTS, Check
 from qwen_engine.bench.roofline import decode_work
 from qwen_engine.errors import EngineDeadError, RequestError, summary
 from qwen_engine.frontend.output_processor import RequestState
@@ -28,7 +28,6 @@ from qwen_engine.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-DISTRIBUTION_POINTS = 101
 MAX_RANDOM_CACHED_SHARE = 0.01
 """Random prompts of which more than this share came from the prefix cache were not random, or not new."""
 STALL_TIMEOUT_S = 60.0

@@ -88,6 +88,7 @@ def describe(result: Mapping[str, Any], path: Path) -> str:
             lines.append(f"  {name:22}" + "".join(f"{number(value):>12}" for value in values))
     for check in result["checks"]:
         lines.append(f"  {'ok  ' if check['passed'] else 'FAIL'} {check['name']}: {check['detail']}")
+    lines += [f"  note: {text}" for text in result["notes"]]
     return "\n".join([*lines, f"  -> {path}"])
 
 

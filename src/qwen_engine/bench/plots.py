@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
+from qwen_engine.bench import standing
 from qwen_engine.bench.output import load_prefixes
 from qwen_engine.bench.results import device_label
 from qwen_engine.bench.roofline import CEILINGS
@@ -20,11 +22,21 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 _MARKERS = "osD^vPX*"
+Plot = tuple[str, str, Figure]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A measured load: of the engine in a setting or of vLLM beside it, and its figures under their own names."""
+
+    setting: str
+    vllm: str | None
+    metrics: Mapping[str, float]
 
 
 def draw_all(entries: Sequence[Entry]) -> Iterator[tuple[str, str, bytes]]:
     """(name, caption, PNG) of every plot for which there is data."""
-    for draw in (_decode_speed, _distributions, _memory, _roofline):
+    for draw in (_standing, _decode_speed, _roofline, _serving, _distributions, _memory):
         plot = draw(entries)
         if plot is not None:
             name, caption, figure = plot
@@ -33,58 +45,175 @@ def draw_all(entries: Sequence[Entry]) -> Iterator[tuple[str, str, bytes]]:
             yield name, caption, buffer.getvalue()
 
 
-Plot = tuple[str, str, Figure]
+def _standing(entries: Sequence[Entry]) -> Plot | None:
+    """Decode steps and prefill as shares of the floor, ours above vLLM's."""
+    settings: dict[str, list[Any]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.result["created"]):
+        if entry.result["name"] == standing.NAME:
+            settings.setdefault(entry.setting, []).append(entry.result)
+    tables = {
+        setting: [row for row in standing.newest_rows(results) if row.floor and row.label.endswith(_SPEEDS)]
+        for setting, results in settings.items()
+    }
+    tables = {setting: rows for setting, rows in sorted(tables.items()) if rows}
+    if not tables:
+        return None
+    counts = [len(rows) for rows in tables.values()]
+    figure = Figure(figsize=(9, 1.2 * len(tables) + 0.36 * sum(counts)), layout="constrained")
+    panels = figure.subplots(len(tables), 1, squeeze=False, height_ratios=counts, sharex=True)[:, 0]
+    for axes, (setting, rows) in zip(panels, tables.items()):
+        places = np.arange(len(rows))[::-1]
+        for offset, color, name, values in (
+            (0.2, "tab:blue", "qwen-engine", [row.share_of_floor for row in rows]),
+            (-0.2, "tab:gray", "vLLM, same run", [row.vllm_share_of_floor for row in rows]),
+        ):
+            axes.barh(places + offset, [100 * (value or 0) for value in values], height=0.38, color=color, label=name)
+        axes.set_yticks(places, [row.label.split(", ")[0] for row in rows], fontsize=8)
+        axes.axvline(100, color="black", linewidth=1)
+        axes.set_title(setting, fontsize=9, loc="left")
+        axes.grid(alpha=0.3, axis="x")
+    panels[-1].set_xlabel("% of what the device's memory and arithmetic allow")
+    _legend_below(figure, panels[0])
+    return "standing", "How near the floor decode steps and prefill are, beside vLLM", figure
+
+
+_SPEEDS = ("decode step, ms", "prefill, tok/s")
 
 
 def _decode_speed(entries: Sequence[Entry]) -> Plot | None:
-    """Decode speed against how many requests run at once, a line for each model and device."""
-    points: dict[str, list[tuple[float, float, str]]] = {}
-    for entry in entries:
-        for label, prefix, metrics in _loads(entry):
-            concurrency, speed = metrics.get(f"{prefix}concurrency"), metrics.get(f"{prefix}decode_tok_s")
-            if concurrency and speed:
-                points.setdefault(entry.setting, []).append((concurrency, speed, label))
-    if not points:
+    """Decode speed against how many requests run at once; a colour for each model and device, vLLM hollow."""
+    loads = [load for load in _loads(entries) if load.metrics.get("decode_tok_s")]
+    if not loads:
         return None
     figure, axes = _figure("requests at once", "decode, tokens per second")
-    for marker, (setting, values) in zip(_MARKERS * len(points), points.items()):
-        values.sort()
-        xs, ys, _ = zip(*values)
-        axes.plot(xs, ys, marker, markersize=7, label=setting)
-        for x, y, label in values:
-            axes.annotate(label, (x, y), textcoords="offset points", xytext=(7, -3), fontsize=7)
+    for index, (setting, own) in enumerate(_by_setting(loads).items()):
+        for vllm in dict.fromkeys(load.vllm for load in own):
+            points = [(x.metrics["concurrency"], x.metrics["decode_tok_s"]) for x in own if x.vllm == vllm]
+            label = setting if vllm is None else f"{vllm}, the same"
+            fill = "full" if vllm is None else "none"
+            axes.plot(
+                *zip(*points),
+                _MARKERS[index % len(_MARKERS)],
+                color=f"C{index}",
+                markersize=7,
+                fillstyle=fill,
+                label=label,
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.margins(x=0.25, y=0.15)
     _plain_ticks(axes)
-    axes.legend(fontsize=8)
-    return "decode-speed", "Decode speed against the number of requests that run at once", figure
+    _legend_below(figure, axes)
+    return (
+        "decode-speed",
+        "Decode speed against the number of requests that run at once (points of one colour differ in context length)",
+        figure,
+    )
+
+
+def _serving(entries: Sequence[Entry]) -> Plot | None:
+    """What users feel against what the server gives, a line for each server."""
+    servers: dict[str, list[tuple[float, float, float, str]]] = {}
+    for entry in entries:
+        metrics, parameters = entry.result["metrics"], entry.result["parameters"]
+        figures = [metrics.get(name) for name in ("output_throughput", "p99_ttft_ms", "p99_itl_ms")]
+        if entry.result["name"] == "serve" and None not in figures:
+            servers.setdefault(entry.setting, []).append((*figures, _rate(parameters)))
+    if not servers:
+        return None
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, column, label in zip(panels, (1, 2), ("p99 time to first token, ms", "p99 between two tokens, ms")):
+        for index, (server, points) in enumerate(servers.items()):
+            points.sort()
+            axes.plot(
+                [point[0] for point in points],
+                [point[column] for point in points],
+                "-" + _MARKERS[index % len(_MARKERS)],
+            )
+            axes.lines[-1].set_label(server)
+            for point in points:
+                axes.annotate(
+                    point[3], (point[0], point[column]), textcoords="offset points", xytext=(6, 5), fontsize=7
+                )
+        _label(axes, "output tokens per second", label)
+        axes.set_yscale("log")
+        _plain_ticks(axes)
+    _legend_below(figure, panels[0])
+    return (
+        "serving",
+        "Latency against throughput of servers under load; beside each point, requests sent a second",
+        figure,
+    )
 
 
 def _distributions(entries: Sequence[Entry]) -> Plot | None:
-    """Cumulative distributions of time to first token and of the gaps between outputs."""
-    drawn = [entry for entry in entries if entry.result["distributions"]]
-    if not drawn:
+    """Cumulative distributions of time to first token and of the gaps between outputs, a row for each model."""
+    models: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.result["distributions"]:
+            models.setdefault(f"{entry.model} on {device_label(entry.result)}", []).append(entry)
+    if not models:
         return None
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    for axes, name, label in zip(
-        figure.subplots(1, 2), ("ttft_s", "itl_s"), ("time to first token, ms", "between two tokens, ms")
-    ):
-        for entry in drawn:
-            for key, values in entry.result["distributions"].items():
-                if values and key.endswith(name):
-                    load = _load_name(entry, key.removesuffix(name))
-                    share = np.linspace(0, 100, len(values))
-                    axes.plot(1e3 * np.asarray(values), share, label=f"{load}, {entry.setting}")
-        _label(axes, label, "% of requests" if name == "ttft_s" else "% of gaps")
-        axes.set_xscale("log")
-        _plain_ticks(axes)
+    figure = Figure(figsize=(12, 0.6 + 3.4 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    for row, (model, own) in zip(panels, models.items()):
+        for axes, name, what in zip(row, ("ttft_s", "itl_s"), ("time to first token, ms", "between two tokens, ms")):
+            for entry in own:
+                for key, values in entry.result["distributions"].items():
+                    if values and key.endswith(name):
+                        share = np.linspace(0, 100, len(values))
+                        label = _distribution_label(entry, key.removesuffix(name), model)
+                        axes.plot(1e3 * np.asarray(values), share, label=label)
+            _label(axes, what, "% of requests" if name == "ttft_s" else "% of gaps")
+            axes.set_xscale("log")
+            axes.set_title(model, fontsize=9, loc="left")
+            _plain_ticks(axes)
+        row[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return "latency", "Time to first token and between tokens: the share that is at most so long", figure
+
+
+def _distribution_label(entry: Entry, prefix: str, model: str) -> str:
+    rest = entry.setting.removeprefix(model).lstrip(", ")
+    parameters = entry.result["parameters"]
+    load = f"serve, {_rate(parameters)}" if "request_rate" in parameters else _load_name(entry, prefix)
+    return f"{load}, {rest}" if rest else load
+
+
+def _rate(parameters: Mapping[str, Any]) -> str:
+    rate = parameters["request_rate"]
+    return "all at once" if rate == "inf" else f"{rate:g}/s"
+
+
+def _roofline(entries: Sequence[Entry]) -> Plot | None:
+    """Decode steps below the roof of their device: speed of arithmetic against operations for each byte."""
+    figures = ("decode_flop_per_byte", "decode_tflop_s_per_rank")
+    loads = [load for load in _loads(entries) if all(load.metrics.get(name) for name in figures)]
+    if not loads:
+        return None
+    figure, axes = _figure("operations per byte of memory traffic", "TFLOP/s per rank")
+    for index, (setting, own) in enumerate(_by_setting(loads).items()):
+        axes.plot(
+            *zip(*((load.metrics[x], load.metrics[y]) for load in own for x, y in [figures])),
+            _MARKERS[index % len(_MARKERS)],
+        )
+        axes.lines[-1].set(label=setting, markersize=7)
+        for load in own:
+            point = [load.metrics[name] for name in figures]
+            count = f"{load.metrics['concurrency']:g}"
+            axes.annotate(count, point, textcoords="offset points", xytext=(6, -8), fontsize=7)
+    devices = sorted({device_label(entry.result).split("x")[0] for entry in entries} & set(CEILINGS))
+    for device in devices:
+        ceiling = CEILINGS[device]
+        xs = np.geomspace(0.5, 1000, 200)
+        roof = np.minimum(xs * ceiling.bytes_s, ceiling.flop_s) / 1e12
+        label = f"{device}: {ceiling.bytes_s / 1e12:.2f} TB/s, {ceiling.flop_s / 1e12:.0f} TFLOP/s"
+        axes.plot(xs, roof, color="black", linewidth=1, label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _plain_ticks(axes)
     _legend_below(figure, axes)
-    return (
-        "latency",
-        "Time to first token and between tokens: the share that is at most so long",
-        figure,
-    )
+    roofs = "below the measured limits of the device" if devices else "(no limits are known for these devices)"
+    return "roofline", f"Decode steps {roofs}; beside each point, requests at once", figure
 
 
 def _memory(entries: Sequence[Entry]) -> Plot | None:
@@ -99,7 +228,7 @@ def _memory(entries: Sequence[Entry]) -> Plot | None:
             if gpu.get("used_bytes"):
                 rest = max(0, gpu["used_bytes"] - kv_bytes)
                 bars[f"{entry.setting}\nGPU {gpu['index']}"] = (rest / GIB, kv_bytes / GIB)
-        if not memory["gpus"]:
+        if not memory["gpus"] and memory["host_peak_bytes"]:
             bars[entry.setting] = (memory["host_peak_bytes"] / GIB, 0.0)
     if not bars:
         return None
@@ -113,40 +242,24 @@ def _memory(entries: Sequence[Entry]) -> Plot | None:
     return "memory", "Memory in use while the engine runs (on a CPU: the most that the process had resident)", figure
 
 
-def _roofline(entries: Sequence[Entry]) -> Plot | None:
-    """Decode steps below the roof of their device: speed of arithmetic against operations for each byte."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    devices: set[str] = set()
+def _loads(entries: Sequence[Entry]) -> list[_Load]:
+    """Every measured load of the results; of vLLM too, where it ran beside the engine."""
+    found = []
     for entry in entries:
-        for label, prefix, metrics in _loads(entry):
-            x, y = metrics.get(f"{prefix}decode_flop_per_byte"), metrics.get(f"{prefix}decode_tflop_s_per_rank")
-            if x and y:
-                points.setdefault(f"{label}, {entry.setting}", []).append((x, y))
-                devices.add(device_label(entry.result).split("x")[0])
-    if not points:
-        return None
-    figure, axes = _figure("operations per byte of memory traffic", "TFLOP/s per rank")
-    for marker, (name, values) in zip(_MARKERS * len(points), points.items()):
-        axes.plot(*zip(*values), marker, markersize=7, label=name)
-    known = [device for device in sorted(devices) if device in CEILINGS]
-    for device in known:
-        ceiling = CEILINGS[device]
-        xs = np.geomspace(0.5, 1000, 200)
-        roof = np.minimum(xs * ceiling.bytes_s, ceiling.flop_s) / 1e12
-        label = f"{device}: {ceiling.bytes_s / 1e12:.2f} TB/s, {ceiling.flop_s / 1e12:.0f} TFLOP/s"
-        axes.plot(xs, roof, color="black", linewidth=1, label=label)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    _plain_ticks(axes)
-    _legend_below(figure, axes)
-    roofs = "below the measured limits of the device" if known else "(no limits are known for these devices)"
-    return "roofline", f"Decode steps {roofs}", figure
+        metrics = entry.result["metrics"]
+        for prefix in load_prefixes(metrics):
+            own = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+            if own.get("concurrency"):
+                vllm = f"vLLM {entry.result['libraries'].get('vllm') or ''}".rstrip()
+                found.append(_Load(entry.setting, vllm if prefix.startswith("vllm_") else None, own))
+    return found
 
 
-def _loads(entry: Entry) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(label, prefix of its metrics, metrics) of each load of a result."""
-    metrics = entry.result["metrics"]
-    return [(_load_name(entry, prefix), prefix, metrics) for prefix in load_prefixes(metrics)]
+def _by_setting(loads: Sequence[_Load]) -> dict[str, list[_Load]]:
+    settings: dict[str, list[_Load]] = {}
+    for load in loads:
+        settings.setdefault(load.setting, []).append(load)
+    return settings
 
 
 def _load_name(entry: Entry, prefix: str) -> str:
@@ -172,7 +285,7 @@ def _plain_ticks(axes: Axes) -> None:
     """Numbers such as 60 and 200, not powers, on logarithmic axes."""
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
+        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.2, 0.4)))
 
 
 def _label(axes: Axes, x_label: str, y_label: str) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qwen_engine.bench import standing
 from qwen_engine.bench.output import add_results_dir_argument, number
-from qwen_engine.bench.results import ResultError, device_label, read_result, write_atomically
+from qwen_engine.bench.results import ResultError, device_label, model_label, read_result, write_atomically
 from qwen_engine.config import EngineConfig
 
 # Options that are not repeated with each figure: others tell the same, or they do not matter to speed.
@@ -42,16 +43,17 @@ class Entry:
 
     @property
     def model(self) -> str:
-        engine = self.result["engine_config"] or {}
-        return Path(str(engine.get("model") or self.result["parameters"].get("model") or "?")).name
+        return model_label(self.result)
 
     @property
     def setting(self) -> str:
         """Model, device, and the engine's options that are not the default, as a reader names them."""
-        engine = self.result["engine_config"] or {}
+        engine, parameters = self.result["engine_config"] or {}, self.result["parameters"]
         parts = [f"{self.model} on {device_label(self.result)}"]
-        if "dtype" in engine:
+        if engine.get("dtype"):
             parts.append(engine["dtype"])
+        if "url" in parameters:
+            parts.append(parameters["label"] or parameters["url"])
         if engine.get("tensor_parallel_size", 1) > 1:
             parts.append(f"TP={engine['tensor_parallel_size']}")
         for option in dataclasses.fields(EngineConfig):
@@ -108,8 +110,8 @@ def newest(entries: Sequence[Entry]) -> list[Entry]:
 def render(entries: Sequence[Entry], others: Sequence[str], plots: Sequence[tuple[str, str]] | None) -> str:
     """The Markdown page. plots: (file, caption) of each."""
     shown = newest(entries)
-    parts = [_head(shown, len(entries))]
-    for name in dict.fromkeys(entry.result["name"] for entry in shown):
+    parts = [_head(shown, len(entries)), *_standings(entries)]
+    for name in dict.fromkeys(entry.result["name"] for entry in shown if entry.result["name"] != standing.NAME):
         parts.append(_section(name, [entry for entry in shown if entry.result["name"] == name]))
     if plots:
         parts.append("## Plots\n\n" + "\n\n".join(f"![{caption}]({file})\n\n{caption}." for file, caption in plots))
@@ -133,13 +135,41 @@ def _head(shown: Sequence[Entry], num_entries: int) -> str:
         f"{len(shown)} results of {settings}"
         + (f" ({older} older ones of the same runs are not shown)" if older else "")
         + f". {verdict}\n\n"
-        "Prompts are random tokens, new in every run; outputs are greedy, end-of-sequence ignored. "
+        "Prompts are random tokens, new in every run, and outputs greedy with end-of-sequence ignored, unless a table "
+        "says otherwise. "
         "*First token* is the time until every request of a batch has its first token, when that is all that is asked "
         "for (best run); a *decode step* is (whole batch - first token) / (output tokens - 1)."
     )
 
 
-# Table columns: heading with its unit, and the metric or metrics.
+def _standings(entries: Sequence[Entry]) -> list[str]:
+    """Every setting beside vLLM, floors and targets; of each figure the newest of all its runs."""
+    settings: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        if entry.result["name"] == standing.NAME:
+            settings.setdefault(entry.setting, []).append(entry.result)
+    if not settings:
+        return []
+    tables = {setting: standing.newest_rows(results) for setting, results in sorted(settings.items())}
+    overview = [f"- **{setting}**: {standing.summarize(rows)}" for setting, rows in tables.items()]
+    parts = ["## Standing", "\n".join(overview), standing.LEGEND]
+    for setting, rows in tables.items():
+        results = settings[setting]
+        table = [list(standing.HEADINGS), ["---"] * len(standing.HEADINGS), *(row.cells() for row in rows)]
+        parts += [f"### {setting}", "\n".join(map(_row, table))]
+        last = results[-1]
+        commit = f", commit {last['git_commit'][:12]}" if last["git_commit"] else ""
+        read, matmul = (number(last["metrics"].get(f"floor_{name}")) for name in ("read_tb_s", "tflop_s"))
+        parts.append(
+            f"Last measured {last['created'][:10]}{commit}; floors at {read} TB/s and {matmul} TFLOP/s a device."
+        )
+        parts += [f"- {note}" for note in last["notes"]]
+        failed = [check for check in last["checks"] if not check["passed"]]
+        parts += [f"**Check failed**: {check['name']}: {check['detail']}" for check in failed]
+    return parts
+
+
+# Table columns: heading with its unit, and the metric or metrics; the load's prefix goes in front, or where {} is.
 _LOAD_COLUMNS = (
     ("first token, s", "first_token_s"),
     ("prefill, tok/s", "prefill_tok_s"),
@@ -171,11 +201,32 @@ _COLUMNS = {
         ("first token out, s", "first_output_s"),
     ),
     "serve": _SERVE_COLUMNS,
+    "validate": (
+        ("first token, s", "first_token_s"),
+        ("Transformers, s", "transformers_{}first_token_s"),
+        ("decode, tok/s", "decode_tok_s"),
+        ("Transformers, tok/s", "transformers_{}decode_tok_s"),
+    ),
+    "load": (
+        ("checkpoint, bytes", "checkpoint_bytes"),
+        ("ready at first / at best, s", ("first_ready_s", "ready_s")),
+        ("read, GB/s", "load_gb_per_s"),
+        ("host memory of a rank, GB: peak / anonymous", ("host_peak_gb", "host_anonymous_gb")),
+    ),
+}
+_PURPOSES = {
+    "validate": "the engine against Transformers on the same weights",
+    "load": "a checkpoint of random weights from disk",
+    "throughput": "many requests at once",
+    "latency": "one batch, repeated",
+    "startup": "fresh processes until the model is ready",
+    "serve": "load on a server over HTTP",
+    "lm-eval": "tasks of the lm-evaluation-harness",
 }
 
 
 def _section(name: str, entries: Sequence[Entry]) -> str:
-    purpose = entries[0].result["parameters"].get("purpose")
+    purpose = _PURPOSES.get(name) or entries[0].result["parameters"].get("purpose")
     columns = _COLUMNS.get(name, _LOAD_COLUMNS)
     lines = [f"## {name}" + (f": {purpose}" if purpose else ""), ""]
     headings = ["setting", "load", *(heading for heading, _ in columns), "status"]
@@ -195,7 +246,8 @@ def _section(name: str, entries: Sequence[Entry]) -> str:
             ]
         for check in entry.result["checks"]:
             if not check["passed"]:
-                lines += ["", f"**{entry.setting}: check failed**: {check['name']}: {check.get('detail', '')}"]
+                lines += ["", f"**{entry.setting}: check failed**: {check['name']}: {check['detail']}"]
+        lines += [line for note in entry.result["notes"] for line in ("", f"{entry.setting}: {note}.")]
     return "\n".join(lines)
 
 
@@ -212,7 +264,13 @@ def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
             for phase in measured
         ]
-    count = parameters.get("batch_size", parameters.get("num_prompts", parameters.get("num_iters")))
+    if "batches" in parameters:
+        return [(f"{batch} × {parameters['prompt_len']}", f"batch{batch}_") for batch in parameters["batches"]]
+    if "request_rate" in parameters:
+        return [(_serve_load(parameters), "")]
+    count = parameters.get(
+        "batch_size", parameters.get("num_prompts", parameters.get("num_iters", parameters.get("repeats")))
+    )
     if "output_len" in parameters:
         spread = parameters.get("random_range_ratio")
         around = f" ± {100 * spread:g} %" if spread else ""
@@ -221,9 +279,23 @@ def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("" if count is None else f"{count} times", "")]
 
 
+def _serve_load(parameters: Mapping[str, Any]) -> str:
+    lengths = [
+        f"{name.removeprefix('random_').removeprefix('prefix_repetition_').replace('_', ' ')} {value}"
+        for name, value in parameters.items()
+        if name.endswith(("_len", "_ratio", "_num_prefixes")) and value
+    ]
+    rate, most = parameters["request_rate"], parameters["max_concurrency"]
+    arrival = "all at once" if rate == "inf" else f"{rate:g} a second"
+    limit = "" if most is None else f", at most {most} at once"
+    kind = f"{parameters['num_prompts']} × {parameters['dataset_name']}"
+    return f"{kind}{' (' + ', '.join(lengths) + ')' if lengths else ''}, {arrival}{limit}"
+
+
 def _cell(metrics: Mapping[str, float | None], names: str | tuple[str, ...], prefix: str) -> str:
     names = (names,) if isinstance(names, str) else names
-    return " / ".join(number(metrics.get(prefix + name)) for name in names)
+    keys = [name.replace("{}", prefix) if "{}" in name else prefix + name for name in names]
+    return " / ".join(number(metrics.get(key)) for key in keys)
 
 
 def _status(result: Mapping[str, Any]) -> str:
@@ -242,8 +314,9 @@ def _runs(shown: Sequence[Entry]) -> str:
         kv_tokens = result["memory"].get("kv_cache_tokens")
         facts = [
             result["created"].replace("T", " ").replace("+00:00", " UTC"),
-            f"{device.get('count', 1)} × {device.get('name')}"
-            + (f" (driver {device['driver']})" if device.get("driver") else ""),
+            (f"{device['count']} × " if device["count"] else "")
+            + (device["name"] or "a device that is not known")
+            + (f" (driver {device['driver']})" if device["driver"] else ""),
             _shape(entry),
             f"KV cache of {kv_tokens:,} tokens" if kv_tokens else None,
             f"GPU memory in use {' + '.join(gpus)}" if gpus else None,

@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,17 +45,23 @@ SCHEMA: dict[str, type | tuple[type, ...]] = {
     "git_commit": (str, type(None)),  # with "-dirty" after it if the working tree had changes
     "engine_version": str,
     "libraries": dict,  # name -> version or null
-    "device": dict,  # name, count, driver
-    "engine_config": _OBJECT_OR_NULL,  # with everything "auto" decided
+    "device": dict,  # name, count, driver; each null where it is not known
+    "engine_config": _OBJECT_OR_NULL,  # with everything "auto" decided; null if it is not known
     "model_config": _OBJECT_OR_NULL,
     "parameters": dict,  # of the benchmark: counts, lengths, seed of the prompts
-    "memory": dict,  # gpus: one object a GPU; host_peak_bytes; kv_cache_*
+    "memory": dict,  # gpus: one object a GPU (GPU_KEYS); host_peak_bytes; kv_cache_*
     "times_s": dict,  # name -> seconds of wall time
     "metrics": dict,  # flat name -> number or null
     "distributions": dict,  # name -> DISTRIBUTION_POINTS quantiles from 0 to 1
     "checks": list,  # name, passed, detail
+    "notes": list,  # what a reader must know before quoting the figures
     "requests": list,  # one object a request
 }
+FACTS = ("device", "engine_config", "model_config", "memory")
+"""What a result says of the engine, whatever was measured."""
+GPU_KEYS = ("index", "name", "driver", "total_bytes", "used_bytes", "torch_peak_bytes")
+DISTRIBUTION_POINTS = 101
+SMI_TIMEOUT_S = 30.0
 
 
 class ResultError(QwenEngineError):
@@ -80,11 +86,14 @@ def new_result(
     parameters: Mapping[str, Any] | None = None,
     times_s: Mapping[str, float | None] | None = None,
     distributions: Mapping[str, Sequence[float]] | None = None,
+    notes: Sequence[str] = (),
     llm: LLM | None = None,
+    facts: Mapping[str, Any] | None = None,
     interrupted: bool = False,
 ) -> dict[str, Any]:
     """A result of now and of this process. With `llm`, the engine, model, device and memory are its own.
 
+    facts: the same where the engine has ended or runs elsewhere, as `engine_facts` took them or as far as known.
     status: "interrupted" if so, else "failed" if a check did not pass, else "completed".
     """
     passed = all(check.passed for check in checks)
@@ -98,18 +107,26 @@ def new_result(
             "git_commit": git_commit(),
             "engine_version": qwen_engine.__version__,
             "libraries": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
-            "device": _device(llm),
-            "engine_config": _engine_config(llm),
-            "model_config": None if llm is None else dataclasses.asdict(llm.core.model_config),
             "parameters": dict(parameters or {}),
-            "memory": _memory(llm),
+            **(engine_facts(llm) if facts is None else facts),
             "times_s": dict(times_s or {}),
             "metrics": dict(metrics),
             "distributions": {key: list(values) for key, values in (distributions or {}).items()},
             "checks": [dataclasses.asdict(check) for check in checks],
+            "notes": list(notes),
             "requests": [dict(row) for row in requests],
         }
     )
+
+
+def engine_facts(llm: LLM | None) -> dict[str, Any]:
+    """FACTS of an engine; None: of this process alone."""
+    return {
+        "device": _device(llm),
+        "engine_config": _engine_config(llm),
+        "model_config": None if llm is None else dataclasses.asdict(llm.core.model_config),
+        "memory": _memory(llm),
+    }
 
 
 def write_result(result: Mapping[str, Any], folder: Path) -> Path:
@@ -169,29 +186,97 @@ def validate(content: Any, where: str) -> None:
             raise ResultError(f"{where}: {key} is {shown(content[key])}")
     if content["status"] not in STATUSES:
         raise ResultError(f"{where}: status is {shown(content['status'])}; it must be one of {', '.join(STATUSES)}")
-    for key in ("metrics", "times_s"):
-        for name, value in content[key].items():
-            if not (value is None or _is_finite(value)):
-                raise ResultError(f"{where}: {key}.{name} is {shown(value)}; it must be a number or null")
-    for check in content["checks"]:
-        if not isinstance(check, dict) or not isinstance(check.get("passed"), bool) or "name" not in check:
-            raise ResultError(f"{where}: a check is {shown(check)}; it needs a name and whether it passed")
-    if not all(isinstance(row, dict) for row in content["requests"]):
-        raise ResultError(f"{where}: every entry of requests must be an object")
+    for key, fits, wanted in _CONTENTS:
+        items = content[key].items() if isinstance(content[key], dict) else enumerate(content[key])
+        for name, value in items:
+            if not fits(value):
+                raise ResultError(f"{where}: {key}.{name} is {shown(value)}; it must be {wanted}")
+    for key, fields in _FIELDS.items():
+        for name, (fits, wanted) in fields.items() if content[key] is not None else ():
+            if name not in content[key]:
+                raise ResultError(f"{where}: {key} has no {name!r}")
+            if not fits(content[key][name]):
+                raise ResultError(f"{where}: {key}.{name} is {shown(content[key][name])}; it must be {wanted}")
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _is_number_or_null(value: object) -> bool:
+    return value is None or _is_finite(value)
+
+
+def _is_text_or_null(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_check(value: object) -> bool:
+    keys = {field.name for field in dataclasses.fields(Check)}
+    return (
+        isinstance(value, dict)
+        and set(value) == keys
+        and isinstance(value["passed"], bool)
+        and all(isinstance(value[key], str) for key in keys - {"passed"})
+    )
+
+
+def _is_gpu(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == set(GPU_KEYS)
+        and all(_is_text_or_null(value[key]) for key in ("name", "driver"))
+        and all(_is_number_or_null(value[key]) for key in GPU_KEYS if key not in ("name", "driver"))
+    )
+
+
+def _is_list(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+# What the objects and lists of SCHEMA hold, and those of their fields that must be there.
+_CONTENTS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    ("metrics", _is_number_or_null, "a number or null"),
+    ("times_s", _is_number_or_null, "a number or null"),
+    ("distributions", _is_list(_is_finite), "a list of numbers"),
+    ("libraries", _is_text_or_null, "a version or null"),
+    ("checks", _is_check, "an object of name, passed and detail"),
+    ("notes", lambda value: isinstance(value, str), "a text"),
+    ("requests", lambda value: isinstance(value, dict), "an object"),
+)
+_TEXT = (_is_text_or_null, "a text or null")
+_NUMBER = (_is_number_or_null, "a number or null")
+_FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
+    "device": {"name": _TEXT, "count": _NUMBER, "driver": _TEXT},
+    "memory": {"gpus": (_is_list(_is_gpu), "a list of objects of " + ", ".join(GPU_KEYS)), "host_peak_bytes": _NUMBER},
+    "engine_config": {
+        **dict.fromkeys(("model", "dtype", "load_format"), _TEXT),
+        **dict.fromkeys(("tensor_parallel_size", "max_model_len"), _NUMBER),
+    },
+    "model_config": dict.fromkeys(("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim"), _NUMBER),
+}
 
 
 def file_stem(result: Mapping[str, Any]) -> str:
     """`<date>-<gpu>-<model>-<name>`, in lower case and fit for any file system."""
-    model = (result["engine_config"] or {}).get("model") or result["parameters"].get("model") or "model"
-    parts = (result["created"][:10], device_label(result), Path(str(model)).name, result["name"])
+    parts = (result["created"][:10], device_label(result), model_label(result), result["name"])
     return "-".join(_slug(part) for part in parts)
+
+
+def model_label(result: Mapping[str, Any]) -> str:
+    """Short name of the model: the last part of its folder or repository."""
+    name = (result["engine_config"] or {}).get("model") or result["parameters"].get("model_id") or "model"
+    return Path(str(name)).name
 
 
 def device_label(result: Mapping[str, Any]) -> str:
     """Short name of what it ran on: "h200", "h200x2", "cpu"."""
     device = result["device"]
-    label = _slug(re.sub(r"^(nvidia|amd) ", "", str(device.get("name") or "unknown"), flags=re.IGNORECASE))
-    return f"{label}x{device['count']}" if label != "cpu" and device.get("count", 1) > 1 else label
+    label = _slug(re.sub(r"^(nvidia|amd) ", "", device["name"] or "unknown", flags=re.IGNORECASE))
+    return f"{label}x{device['count']}" if label != "cpu" and (device["count"] or 1) > 1 else label
 
 
 def command_line() -> str:
@@ -286,30 +371,70 @@ def _gpus(llm: LLM) -> list[dict[str, Any]]:
         return []
     import torch
 
-    query = "uuid,name,driver_version,memory.total,memory.used"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        lines = []
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    known = {row[0].removeprefix("GPU-"): row for row in rows}
+    known = {gpu.uuid: gpu for gpu in query_gpus()}
     size, first = llm.config.tensor_parallel_size, llm.core.setup.device.index or 0
     gpus = []
     for index in range(first, min(first + size, torch.cuda.device_count())):
         properties = torch.cuda.get_device_properties(index)
-        _, _, driver, _, used_mib = known.get(str(properties.uuid).removeprefix("GPU-"), [None] * 5)
+        gpu = known.get(str(getattr(properties, "uuid", "")).removeprefix("GPU-"))
         gpus.append(
             {
                 "index": index,
                 "name": properties.name,
-                "driver": driver,
+                "driver": None if gpu is None else gpu.driver,
                 "total_bytes": properties.total_memory,
-                "used_bytes": int(used_mib) << 20 if used_mib and used_mib.isdigit() else None,
+                "used_bytes": None if gpu is None else gpu.used_bytes,
                 "torch_peak_bytes": torch.cuda.max_memory_allocated(index) if index == first else None,
             }
         )
     return gpus
+
+
+@dataclass(frozen=True, slots=True)
+class SmiGpu:
+    """A GPU of this host as nvidia-smi tells of it; None where it does not."""
+
+    index: int
+    uuid: str
+    name: str | None
+    driver: str | None
+    total_bytes: int | None
+    used_bytes: int | None
+
+
+def query_gpus() -> list[SmiGpu]:
+    """Every GPU of this host; none if there is no nvidia-smi, or it fails, or it speaks otherwise than expected."""
+    query = "index,uuid,driver_version,memory.total,memory.used,name"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    gpus = []
+    for line in done.stdout.decode(errors="replace").splitlines():
+        # The name comes last, because it may hold commas.
+        cells = [cell.strip() for cell in line.split(",", maxsplit=5)]
+        if len(cells) == 6 and cells[0].isdecimal():
+            index, uuid, driver, total_mib, used_mib, name = cells
+            gpus.append(
+                SmiGpu(
+                    int(index),
+                    uuid.removeprefix("GPU-"),
+                    _known(name),
+                    _known(driver),
+                    _mib(total_mib),
+                    _mib(used_mib),
+                )
+            )
+    return gpus
+
+
+def _known(cell: str) -> str | None:
+    return None if not cell or cell.startswith("[") else cell  # "[N/A]", "[Not Supported]"
+
+
+def _mib(cell: str) -> int | None:
+    return int(cell) << 20 if cell.isdecimal() else None
 
 
 def _strict(value: Any) -> Any:
@@ -325,10 +450,6 @@ def _strict(value: Any) -> Any:
     if hasattr(value, "item"):  # a numpy scalar
         return _strict(value.item())
     raise TypeError(f"a result cannot hold {shown(value)} ({type(value).__name__})")
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refuse_constant(name: str) -> float:

@@ -1,18 +1,18 @@
 """`bench serve`: load on a running OpenAI-compatible server, and what its users would feel.
 
     flags ─► Samples (serve_load) ─► ServeRequests ─► ServeResults (serve_client) ─► report (serve_report)
-                                                                                     table on stdout, JSON in a file
+                                                                               table on stdout, result file
 
-Flags and JSON keys are those of `vllm bench serve`, with one difference: without `--seed` every run draws new prompts,
-because a repeated run would measure the server's prefix cache. Ctrl-C ends the run and reports the requests that had
-ended. The command line calls `add_arguments` and `run`.
+Flags and the names of figures are those of `vllm bench serve`: numbers are in the result's `metrics`, settings in its
+`parameters`. One difference: without `--seed` every run draws new prompts, because a repeated run would measure the
+server's prefix cache. Ctrl-C ends the run and reports the requests that had ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
+import dataclasses
 import functools
 import itertools
 import json
@@ -21,7 +21,8 @@ import os
 import resource
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,25 @@ import numpy as np
 from tqdm import tqdm
 
 from qwen_engine.bench import serve_client, serve_load
-from qwen_engine.bench.results import check_writable, write_atomically
+from qwen_engine.bench.output import add_results_dir_argument, exit_code
+from qwen_engine.bench.results import GPU_KEYS, check_writable, new_result, query_gpus, write_result
 from qwen_engine.bench.serve_client import ENDPOINTS, ServeRequest, ServeResult
 from qwen_engine.bench.serve_load import PromptMaker, Sample
-from qwen_engine.bench.serve_report import METRICS, find_warnings, render, request_rows, summarize
+from qwen_engine.bench.serve_report import (
+    METRICS,
+    checks,
+    distributions,
+    find_notes,
+    render,
+    request_rows,
+    summarize,
+)
 from qwen_engine.errors import ConfigError, shown
 
 LAG_PERIOD_S = 0.05
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+IDLE_GPU_BYTES = 1 << 30
+"""A GPU of this host with less in use serves no model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,31 +95,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--percentile-metrics", type=_metrics, default=METRICS, help=f"default {','.join(METRICS)}")
     report.add_argument("--metric-percentiles", type=_percentiles, default=(50, 90, 95, 99), help="default 50,90,95,99")
     report.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="SLOs, like ttft:500 tpot:50 e2el:3000")
-    report.add_argument("--save-result", action="store_true", help="write the report as JSON")
-    report.add_argument("--save-detailed", action="store_true", help="also one row per request, with its text")
-    report.add_argument("--result-dir", type=Path, default=Path())
-    report.add_argument("--result-filename", help="default: named after the backend, load, model and time")
+    add_results_dir_argument(report)
+    report.add_argument("--save-result", action="store_true", help="accepted as vLLM's flag; every run is saved")
+    report.add_argument("--save-detailed", action="store_true", help="also each request's text and gaps")
+    report.add_argument("--label", help="names the server in reports, like vllm-0.24 (default: its address)")
+    report.add_argument("--server-device", help="what it runs on (default: this host's GPUs in use, if it runs here)")
     report.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.set_defaults(verbose=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark, prints the table and writes the file; 1 if no request succeeded, 130 if interrupted."""
+    """Runs the benchmark, prints its table and writes the result file; returns the exit code."""
     _raise_file_limit()
-    if args.save_result or args.save_detailed:
-        check_writable(args.result_dir)
-    report = asyncio.run(benchmark(args))
-    sys.stdout.write(render(report))
-    if args.save_result or args.save_detailed:
-        path = args.result_dir / (args.result_filename or _file_name(report))
-        write_atomically(path, (json.dumps(report, allow_nan=False, indent=1) + "\n").encode())
-        sys.stdout.write(f"saved to {path}\n")
-    if report["interrupted"]:
-        return 130
-    return 1 if report["failed"] and not report["completed"] else 0
+    check_writable(args.results_dir)
+    result = asyncio.run(benchmark(args))
+    sys.stdout.write(render(result))
+    path = write_result(result, args.results_dir)
+    sys.stdout.write(f"result: {path}\n")
+    return exit_code(result)
 
 
 async def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The report of one run, ready for strict JSON. Raises ConfigError for flags or servers that cannot work."""
+    """The result of one run. Raises ConfigError for flags or servers that cannot work."""
     _check(args)
     slos = _parse_goodput(args.goodput or ())
     seed = secrets.randbits(32) if args.seed is None else args.seed
@@ -119,34 +129,74 @@ async def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     )
     measured = await _measure(args, samples, warmups=warmups, offsets_s=offsets_s)
     results = measured.results
-    report = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    metrics = {
+        **summarize(results, metrics=args.percentile_metrics, percentiles=args.metric_percentiles, slos=slos),
+        "unfinished": len(samples) - len(results),
+        "warmups_failed": sum(result.error is not None for result in measured.warmup_results),
+        "client_lag_p99_ms": float(np.percentile(measured.lags_s, 99)) * 1e3 if measured.lags_s else None,
+    }
+    lengths = {name: getattr(args, name) for name in _LENGTHS[args.dataset_name]}
+    parameters = {
+        "model_id": measured.model,
+        "label": args.label,
         "backend": args.backend,
         "url": _url(args),
-        "model_id": measured.model,
         "tokenizer_id": args.tokenizer,
         "dataset_name": args.dataset_name,
+        "dataset_path": None if args.dataset_path is None else str(args.dataset_path),
+        **lengths,
         "num_prompts": len(samples),
         "num_warmups": len(warmups),
-        "warmups_failed": sum(result.error is not None for result in measured.warmup_results),
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
         "ignore_eos": args.ignore_eos,
         "temperature": args.temperature,
         "extra_body": args.extra_body,
-        "seed": seed,
+        "prompt_seed": seed,
         "new_prompts": args.seed is None and args.dataset_name in ("random", "prefix_repetition"),
         "goodput_slos_ms": slos,
-        "interrupted": measured.interrupted,
-        "unfinished": len(samples) - len(results),
-        "client_lag_p99_ms": float(np.percentile(measured.lags_s, 99)) * 1e3 if measured.lags_s else None,
-        **summarize(results, metrics=args.percentile_metrics, percentiles=args.metric_percentiles, slos=slos),
     }
-    report["warnings"] = find_warnings(args, report, results, reused_warmups=bool(warmups) and not spare)
-    if args.save_detailed:
-        report["requests"] = request_rows(results)
-    return report
+    return new_result(
+        "serve",
+        metrics=metrics,
+        checks=[] if measured.interrupted else checks(args, metrics, results),
+        requests=request_rows(results, detailed=args.save_detailed),
+        parameters=parameters,
+        distributions=distributions(results),
+        notes=find_notes(args, parameters, metrics, results, reused_warmups=bool(warmups) and not spare),
+        facts=_server_facts(args),
+        interrupted=measured.interrupted,
+    )
+
+
+# The flags that say how long prompts and outputs are.
+_LENGTHS = {
+    "random": ("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len"),
+    "custom": ("custom_output_len",),
+    "sharegpt": ("sharegpt_output_len",),
+    "prefix_repetition": (
+        "prefix_repetition_prefix_len",
+        "prefix_repetition_suffix_len",
+        "prefix_repetition_num_prefixes",
+        "prefix_repetition_output_len",
+    ),
+}
+
+
+def _server_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Device and memory of the server as far as this process can know them; nothing of this client is the server's."""
+    host = urllib.parse.urlsplit(_base_url(args)).hostname
+    found = query_gpus() if host in LOOPBACK_HOSTS and args.server_device is None else []
+    gpus = [gpu for gpu in found if (gpu.used_bytes or 0) > IDLE_GPU_BYTES]
+    first = dataclasses.asdict(gpus[0]) if gpus else {"name": args.server_device, "driver": None}
+    rows = [{**dataclasses.asdict(gpu), "torch_peak_bytes": None} for gpu in gpus]
+    return {
+        "device": {"name": first["name"], "count": len(gpus) or None, "driver": first["driver"]},
+        "engine_config": None,
+        "model_config": None,
+        "memory": {"gpus": [{key: row[key] for key in GPU_KEYS} for row in rows], "host_peak_bytes": None},
+    }
 
 
 @dataclass(slots=True)
@@ -187,13 +237,6 @@ async def _measure(
                     task.uncancel()
         watch.cancel()
     return run
-
-
-def _file_name(report: Mapping[str, Any]) -> str:
-    concurrency = f"-concurrency{report['max_concurrency']}" if report["max_concurrency"] else ""
-    model = report["model_id"].rstrip("/").rsplit("/", 1)[-1]
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return f"{report['backend']}-{report['request_rate']}qps{concurrency}-{model}-{stamp}.json"
 
 
 def _make_samples(args: argparse.Namespace, rng: np.random.Generator) -> list[Sample]:

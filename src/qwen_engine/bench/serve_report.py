@@ -1,4 +1,4 @@
-"""What `bench serve` says about a run: the figures, the rows of single requests, warnings and the table.
+"""What `bench serve` says about a run: the figures, the rows of single requests, checks, notes and the table.
 
 Latency figures count successful requests only; throughput divides by the time from the first send to the end of the
 last response. A figure without data is None. Keys are those of `vllm bench serve`.
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from qwen_engine.bench.results import DISTRIBUTION_POINTS, Check
 from qwen_engine.bench.serve_client import ServeResult
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -58,7 +59,6 @@ def summarize(
         "total_token_throughput": per_second(None if num_input is None else num_input + num_output),
         "request_goodput": per_second(sum(_meets(r, slos) for r in good)) if slos else None,
         "max_concurrent_requests": _peak_concurrency(results),
-        "error_counts": dict(collections.Counter(r.error for r in results if r.error).most_common()),
     }
     for metric in metrics:
         values = [value for result in good for value in _values_ms(result, metric)]
@@ -89,7 +89,15 @@ def _peak_concurrency(results: Sequence[ServeResult]) -> int:
     return max(itertools.accumulate(change for _, change in changes), default=0)
 
 
-def request_rows(results: Sequence[ServeResult]) -> list[dict[str, Any]]:
+def distributions(results: Sequence[ServeResult]) -> dict[str, list[float]]:
+    """Quantiles 0, 0.01, … 1 of time to first token and of the gaps between outputs, in seconds."""
+    good = [result for result in results if result.error is None]
+    spans = {name: [value / 1e3 for r in good for value in _values_ms(r, name)] for name in ("ttft", "itl")}
+    points = np.linspace(0, 1, DISTRIBUTION_POINTS)
+    return {f"{name}_s": np.quantile(values, points).tolist() for name, values in spans.items() if values}
+
+
+def request_rows(results: Sequence[ServeResult], *, detailed: bool) -> list[dict[str, Any]]:
     """One row per request in the order of sending; times in ms from the first send."""
     rows = []
     ordered = sorted(results, key=lambda result: result.start_s)
@@ -98,87 +106,113 @@ def request_rows(results: Sequence[ServeResult]) -> list[dict[str, Any]]:
         row = {
             "start_ms": (result.start_s - ordered[0].start_s) * 1e3,
             **latencies,
-            "itl_ms": _values_ms(result, "itl"),
             "input_tokens": result.num_prompt_tokens,
             "cached_tokens": result.num_cached_tokens,
             "requested_output_tokens": result.max_tokens,
             "output_tokens": result.num_output_tokens,
             "finish_reason": result.finish_reason,
             "error": result.error,
-            # Half a surrogate pair is no Unicode, and strict readers refuse it.
-            "generated_text": result.text.encode(errors="replace").decode(),
         }
+        if detailed:
+            row["itl_ms"] = _values_ms(result, "itl")
+            # Half a surrogate pair is no Unicode, and strict readers refuse it.
+            row["generated_text"] = result.text.encode(errors="replace").decode()
         rows.append(row)
     return rows
 
 
-def find_warnings(
-    args: argparse.Namespace, report: Mapping[str, Any], results: Sequence[ServeResult], *, reused_warmups: bool
-) -> list[str]:
-    """What a reader must know before quoting the figures."""
-    found = []
-    num_good, share = report["completed"], report["cached_token_share"]
-    if report["num_prompts"] < args.num_prompts:
-        found.append(f"{args.dataset_path} has {report['num_prompts']} prompts; {args.num_prompts} were asked for")
-    if report["warmups_failed"]:
-        found.append(f"{report['warmups_failed']} of {report['num_warmups']} warm-ups failed")
-    if reused_warmups:
-        found.append("warm-ups used measured prompts, the file has no others: the prefix cache may hold them")
+def checks(args: argparse.Namespace, metrics: Mapping[str, Any], results: Sequence[ServeResult]) -> list[Check]:
+    """That every request succeeded, with as many tokens as `--ignore-eos` promises, and without help from a cache."""
+    num_good = metrics["completed"]
+    errors = collections.Counter(result.error for result in results if result.error).most_common(1)
+    detail = f"{num_good} of {len(results)} requests succeeded"
+    detail += f"; {errors[0][1]} x {errors[0][0][:MAX_SHOWN_ERROR_CHARS]}" if errors else ""
+    found = [Check("requests complete", not errors, detail)]
+    if args.ignore_eos:
+        mismatches = metrics["num_length_mismatches"]
+        detail = f"{mismatches} of {num_good} outputs have another length than asked for, for all --ignore-eos"
+        found.append(Check("lengths as asked", not mismatches, detail))
+    share = metrics["cached_token_share"]
     if args.dataset_name == "random" and share is not None:
         expected = args.random_prefix_len / (args.random_prefix_len + args.random_input_len)
-        if share > expected + MAX_CACHED_SHARE:
-            again = "the seed was used before: leave out --seed" if args.seed is not None else "reset its prefix cache"
-            found.append(f"{share:.1%} of the prompt tokens came from the server's cache; {again} for cold figures")
-    if mismatches := report["num_length_mismatches"]:
-        advice = "although --ignore-eos was sent" if args.ignore_eos else "pass --ignore-eos for equal work"
-        found.append(f"{mismatches} of {num_good} outputs have another length than asked for; {advice}")
+        again = "the seed was used before: leave out --seed" if args.seed is not None else "reset its prefix cache"
+        is_fresh = share <= expected + MAX_CACHED_SHARE
+        detail = f"{share:.1%} of the prompt tokens came from the server's cache"
+        found.append(Check("prompts fresh", is_fresh, detail if is_fresh else f"{detail}; {again} for cold figures"))
+    return found
+
+
+def find_notes(
+    args: argparse.Namespace,
+    parameters: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    results: Sequence[ServeResult],
+    *,
+    reused_warmups: bool,
+) -> list[str]:
+    """What a reader must know before quoting the figures, beside the checks."""
+    found = []
+    num_good = metrics["completed"]
+    if parameters["num_prompts"] < args.num_prompts:
+        found.append(f"{args.dataset_path} has {parameters['num_prompts']} prompts; {args.num_prompts} were asked for")
+    if metrics["warmups_failed"]:
+        found.append(f"{metrics['warmups_failed']} of {parameters['num_warmups']} warm-ups failed")
+    if reused_warmups:
+        found.append("warm-ups used measured prompts, the file has no others: the prefix cache may hold them")
+    if (mismatches := metrics["num_length_mismatches"]) and not args.ignore_eos:
+        found.append(
+            f"{mismatches} of {num_good} outputs have another length than asked for; pass --ignore-eos for equal work"
+        )
     if uncounted := sum(r.error is None and not r.usage_counted for r in results):
         found.append(f"{uncounted} of {num_good} responses had no usage; their output tokens are numbers of chunks")
-    if num_good and report["total_input_tokens"] is None:
+    if num_good and metrics["total_input_tokens"] is None:
         found.append("input tokens are unknown: the server sends no usage and there is no --tokenizer")
-    if (lag_ms := report["client_lag_p99_ms"]) is not None and lag_ms > MAX_CLIENT_LAG_MS:
+    if (lag_ms := metrics["client_lag_p99_ms"]) is not None and lag_ms > MAX_CLIENT_LAG_MS:
         found.append(f"this client was up to {lag_ms:.0f} ms late (p99), and latencies include that")
     return found
 
 
-def render(report: Mapping[str, Any]) -> str:
+def render(result: Mapping[str, Any]) -> str:
     """The table a user sees."""
-    r = report
+    p, m = result["parameters"], result["metrics"]
 
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:,.{digits}f}"
 
-    load = f"rate {r['request_rate']}" + (f", at most {r['max_concurrency']} at once" if r["max_concurrency"] else "")
-    origin = "new prompts for this run" if r["new_prompts"] else "the prompts of every run with this seed"
-    if r["dataset_name"] in ("custom", "sharegpt"):
+    load = f"rate {p['request_rate']}" + (f", at most {p['max_concurrency']} at once" if p["max_concurrency"] else "")
+    origin = "new prompts for this run" if p["new_prompts"] else "the prompts of every run with this seed"
+    if p["dataset_name"] in ("custom", "sharegpt"):
         origin = "the prompts of the file"
-    share = r["cached_token_share"]
+    share = m["cached_token_share"]
     cached = "cached share not reported" if share is None else f"{share:.1%} cached"
-    unfinished = f", {r['unfinished']} unfinished (interrupted)" if r["interrupted"] else ""
+    unfinished = f", {m['unfinished']} unfinished (interrupted)" if result["status"] == "interrupted" else ""
     lines = [
-        f"{r['model_id']} at {r['url']}",
-        f"{r['num_prompts']} {r['dataset_name']} prompts, {load}, {r['num_warmups']} warm-ups",
-        f"seed {r['seed']}: {origin}",
+        f"{p['model_id']} at {p['url']}",
+        f"{p['num_prompts']} {p['dataset_name']} prompts, {load}, {p['num_warmups']} warm-ups",
+        f"seed {p['prompt_seed']}: {origin}",
         "",
-        f"requests    {r['completed']} completed, {r['failed']} failed{unfinished} in {r['duration']:.2f} s, "
-        f"at most {r['max_concurrent_requests']} in flight",
-        f"tokens      {number(r['total_input_tokens'], 0)} in ({cached}), {number(r['total_output_tokens'], 0)} out "
-        f"of {number(r['total_requested_output_tokens'], 0)} asked for",
-        f"throughput  {number(r['request_throughput'])} req/s, {number(r['output_throughput'], 1)} output tok/s, "
-        f"{number(r['total_token_throughput'], 1)} total tok/s",
+        f"requests    {m['completed']} completed, {m['failed']} failed{unfinished} in {m['duration']:.2f} s, "
+        f"at most {m['max_concurrent_requests']} in flight",
+        f"tokens      {number(m['total_input_tokens'], 0)} in ({cached}), {number(m['total_output_tokens'], 0)} out "
+        f"of {number(m['total_requested_output_tokens'], 0)} asked for",
+        f"throughput  {number(m['request_throughput'])} req/s, {number(m['output_throughput'], 1)} output tok/s, "
+        f"{number(m['total_token_throughput'], 1)} total tok/s",
     ]
-    if slos := r["goodput_slos_ms"]:
+    if slos := p["goodput_slos_ms"]:
         limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in slos.items())
-        lines.append(f"goodput     {number(r['request_goodput'])} req/s ({limits})")
-    shown_metrics = [metric for metric in METRICS if f"mean_{metric}_ms" in r]
+        lines.append(f"goodput     {number(m['request_goodput'])} req/s ({limits})")
+    shown_metrics = [metric for metric in METRICS if f"mean_{metric}_ms" in m]
     if shown_metrics:
         suffix = f"_{shown_metrics[0]}_ms"
-        columns = [key.removesuffix(suffix) for key in r if key.endswith(suffix)]
+        columns = [key.removesuffix(suffix) for key in m if key.endswith(suffix)]
         lines += ["", "ms    " + "".join(f"{name:>11}" for name in columns)]
         for metric in shown_metrics:
-            lines.append(f"{metric:<6}" + "".join(f"{number(r[f'{name}_{metric}_ms']):>11}" for name in columns))
-    errors = list(r["error_counts"].items())[:MAX_SHOWN_ERRORS]
+            lines.append(f"{metric:<6}" + "".join(f"{number(m[f'{name}_{metric}_ms']):>11}" for name in columns))
+    errors = collections.Counter(row["error"] for row in result["requests"] if row["error"])
     # A server's words may hold anything; repr makes one printable line of them.
-    notes = [f"failed: {count} x {text[:MAX_SHOWN_ERROR_CHARS]!r}" for text, count in errors]
-    notes += [f"warning: {text}" for text in r["warnings"]]
-    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+    remarks = [f"failed: {n} x {text[:MAX_SHOWN_ERROR_CHARS]!r}" for text, n in errors.most_common(MAX_SHOWN_ERRORS)]
+    remarks += [
+        f"check failed: {check['name']}: {check['detail']!r}" for check in result["checks"] if not check["passed"]
+    ]
+    remarks += [f"note: {text}" for text in result["notes"]]
+    return "\n".join([*lines, *([""] if remarks else []), *remarks]) + "\n"

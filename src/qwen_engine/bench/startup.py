@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qwen_engine.bench.load import PromptSource, check_batches, check_pool, run_batch
 from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
-from qwen_engine.bench.results import Check, check_writable, new_result, write_result
+from qwen_engine.bench.results import FACTS, Check, check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.llm import LLM
@@ -76,11 +76,15 @@ def measure_startup(argv: Sequence[str], num_iters: int, *, show_progress: bool 
     checks = list({check.name: check for check in sorted(found, key=lambda check: not check.passed)[::-1]}.values())
     checks.append(Check("every process starts", failure is None, failure or f"{len(started)} of {num_iters}"))
     # Device, engine and memory are those the process found; what was run and came out is ours.
-    own = new_result("startup", metrics=metrics, checks=checks, interrupted=interrupted)
-    own |= {name: result[name] for name in ("device", "engine_config", "model_config", "memory")}
-    own["parameters"] = {**result["parameters"], "num_iters": num_iters}
-    own["requests"] = [{"process": index, **one["metrics"]} for index, one in enumerate(started)]
-    return own
+    return new_result(
+        "startup",
+        metrics=metrics,
+        checks=checks,
+        requests=[{"process": index, **one["metrics"]} for index, one in enumerate(started)],
+        parameters={**result["parameters"], "num_iters": num_iters},
+        facts={name: result[name] for name in FACTS},
+        interrupted=interrupted,
+    )
 
 
 def _start_process(argv: Sequence[str]) -> dict[str, Any]:
