@@ -65,7 +65,7 @@ def main() -> int:
     wrong = different_streams(args.base_url, num_streams=args.num_streams, max_tokens=args.max_tokens)
     seconds = time.perf_counter() - start
     print(
-        f"{args.num_streams} streams of {args.max_tokens} tokens in {seconds:.1f} s, {len(wrong)} different: {wrong[:20]}"
+        f"{args.num_streams} streams of {args.max_tokens} tokens in {seconds:.1f} s, {len(wrong)} differ: {wrong[:9]}"
     )
     return 1 if wrong else 0
 

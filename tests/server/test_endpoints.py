@@ -86,9 +86,8 @@ def test_a_chat_through_the_openai_package(client):
 
 
 def test_a_response_through_the_openai_package(client):
-    whole = client.responses.create(
-        model="tiny", input="Hello", instructions="Be brief.", max_output_tokens=6, temperature=0
-    )
+    options = {"model": "tiny", "instructions": "Be brief.", "max_output_tokens": 6, "temperature": 0}
+    whole = client.responses.create(input="Hello", **options)
     assert whole.status == "incomplete"
     assert whole.incomplete_details.reason == "max_output_tokens"
     assert whole.usage.output_tokens == 6
