@@ -12,7 +12,7 @@ import openai
 import pytest
 import schemathesis
 from fault_tools import wait_until
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from server_tools import MAX_REQUEST_BYTES, Server
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -473,26 +473,32 @@ def test_dtk_06_two_hundred_streams_at_once_are_not_mixed_up(server, monkeypatch
     wait_until(server.is_idle)
 
 
-@pytest.fixture(scope="module")
-def openapi(server: Server) -> schemathesis.BaseSchema:
-    return schemathesis.openapi.from_url(server.url + "/openapi.json")
-
-
-@schemathesis.pytest.from_fixture("openapi").parametrize()
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+@pytest.mark.parametrize(
+    "path",
+    [COMPLETIONS, CHAT, RESPONSES, "/v1/abort", "/tokenize", "/detokenize", "/reset_prefix_cache", "/v1/models/{name}"],
 )
-def test_no_request_that_the_description_allows_makes_the_server_fail(case: schemathesis.Case) -> None:
-    if isinstance(case.body, dict) and case.path.startswith("/v1/") and "request_id" not in case.body:
-        case.body["timeout"] = 0.5  # up to which a random request may generate
-    response = case.call(timeout=60)
-    assert response.status_code in (200, 400, 404, 405, 504), response.text
-    if response.status_code != 200 and response.content:
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+def test_no_request_that_the_description_allows_makes_the_server_fail(server, path):
+    description = schemathesis.openapi.from_dict(server.ask("/openapi.json").json)
+    (operation,) = (result.ok() for result in description.get_all_operations() if result.ok().path == path)
+
+    @settings(
+        max_examples=10,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy())
+    def check(case: schemathesis.Case) -> None:
+        if path in (COMPLETIONS, CHAT, RESPONSES):
+            case.body["timeout"] = 0.2  # up to which a random request may generate
+        response = case.call(base_url=server.url, timeout=60)
+        assert response.status_code in (200, 400, 404, 405, 504), response.text
+        if response.status_code != 200:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    check()
 
 
 def test_the_server_is_whole_after_all_that(server):

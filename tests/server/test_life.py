@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_tools import is_running, wait_until, workers_of
+from fault_tools import children, is_running, wait_until, workers_of
 from server_tools import Answer, Server, directories, serve
+
+from qwen_engine.config import EngineConfig, ModelConfig
+from qwen_engine.errors import EngineDeadError
+from qwen_engine.frontend.input_processor import InputProcessor
+from qwen_engine.request import SamplingParams
+from qwen_engine.server import engine_client
+from qwen_engine.server.metrics import Metrics
+from qwen_engine.tokenization.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "def f(", "max_tokens": 15000, "ignore_eos": True}
@@ -88,6 +97,35 @@ def test_tpw_01_a_killed_engine_fails_its_requests_and_is_started_anew_as_often_
         server.process.terminate()
         assert ended(server) == 1
         assert directories() == before
+
+
+def test_an_engine_that_hangs_is_killed_and_its_requests_fail(chat_model, monkeypatch):
+    monkeypatch.setattr(engine_client, "SILENCE_LIMIT_S", 1.0)
+    monkeypatch.setattr(engine_client, "HANG_LIMIT_S", 2.0)
+    config = EngineConfig(model=str(chat_model), device="cpu", kv_cache_bytes=2**26)
+    tokenizer = Tokenizer.from_folder(chat_model)
+    inputs = InputProcessor(config, ModelConfig.from_folder(chat_model), tokenizer)
+    reasons: list[str] = []
+
+    async def scenario() -> None:
+        metrics = Metrics(prefix="test", model_name="m")
+        client = engine_client.EngineClient(config, chat_model, tokenizer, metrics, on_death=reasons.append)
+        try:
+            await client.start()
+            generation = client.submit([inputs.process("x", SamplingParams(max_tokens=15000))], streams=False)
+            (engine,) = (pid for pid in children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            os.kill(engine, signal.SIGSTOP)
+            with pytest.raises(EngineDeadError, match="no sign of life"):
+                await generation.wait_finished()
+            assert not client.is_healthy
+            with pytest.raises(EngineDeadError):
+                client.submit([inputs.process("x", SamplingParams())], streams=False)
+        finally:
+            await client.close()
+        assert not is_running(engine)
+
+    asyncio.run(scenario())
+    assert len(reasons) == 1
 
 
 def test_a_dead_rank_ends_requests_health_and_server(chat_model):

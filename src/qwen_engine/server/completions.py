@@ -13,6 +13,7 @@ from qwen_engine.request import RequestSpec
 from qwen_engine.server.logprobs import CompletionLogprobs, join_pieces, prompt_logprobs
 from qwen_engine.server.protocol import CompletionBody
 from qwen_engine.server.service import Call, Service, check_token_ids, with_done
+from qwen_engine.tokenization.tokenizer import Tokenizer
 
 
 async def completions(service: Service, body: CompletionBody, request: Request) -> Response:
@@ -55,23 +56,14 @@ class _Answer:
     """One call's answer, whole or in chunks; a choice's chunks joined are its whole."""
 
     def __init__(self, service: Service, body: CompletionBody, call: Call) -> None:
-        self._tokenizer = service.tokenizer
         self._body = body
         self._call = call
         samples = call.generation.states[0].spec.params.n
         self._choices = [
-            _Choice(self, state, index * samples + sample)
+            _Choice(service.tokenizer, body, state, index=index * samples + sample)
             for index, state in enumerate(call.generation.states)
             for sample in range(samples)
         ]
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
-
-    @property
-    def body(self) -> CompletionBody:
-        return self._body
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -120,16 +112,16 @@ class _Answer:
 class _Choice:
     """One choice: adds the echoed prompt to its first part, and counts text offsets over all of them."""
 
-    def __init__(self, answer: _Answer, state: RequestState, index: int) -> None:
-        self._body = answer.body
-        self._tokenizer = answer.tokenizer
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, state: RequestState, *, index: int) -> None:
+        self._body = body
+        self._tokenizer = tokenizer
         self._state = state
         self._index = index
         self._has_begun = False
         self._logprobs: CompletionLogprobs | None = None
-        if self._body.logprobs is not None:
+        if body.logprobs is not None:
             self._logprobs = CompletionLogprobs(
-                answer.tokenizer, self._body.logprobs, skip_special_tokens=state.spec.params.skip_special_tokens
+                tokenizer, body.logprobs, skip_special_tokens=state.spec.params.skip_special_tokens
             )
 
     def part(self, delta: SampleDelta) -> dict[str, Any]:
@@ -137,19 +129,17 @@ class _Choice:
         if self._body.only_scores:
             reason = None if delta.finish_reason is None else "length"
             delta = SampleDelta(delta.index, "", (), (), reason)
-        text = delta.text
-        piece = None if self._logprobs is None else self._logprobs
-        logprobs = None
+        text, logprobs = delta.text, None
         if self._body.echo and not self._has_begun:
             prompt = self._state.spec.prompt
             if prompt is None:
                 prompt = self._tokenizer.decode(self._state.prompt_token_ids, skip_special_tokens=False)
             text = prompt + text
-            if piece is not None:
-                logprobs = piece.prompt(self._state.prompt_token_ids, self._state.prompt_logprobs or ())
+            if self._logprobs is not None:
+                logprobs = self._logprobs.prompt(self._state.prompt_token_ids, self._state.prompt_logprobs or ())
         self._has_begun = True
-        if piece is not None:
-            new = piece.output(delta.token_ids, delta.logprobs)
+        if self._logprobs is not None:
+            new = self._logprobs.output(delta.token_ids, delta.logprobs)
             logprobs = new if logprobs is None else join_pieces(logprobs, new)
         choice = {
             "index": self._index,

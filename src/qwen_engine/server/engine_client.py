@@ -38,7 +38,10 @@ from qwen_engine.tokenization.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
-"""The engine counts as hanging when its heart, which beats twice a second, has been silent for so long."""
+"""The engine is unhealthy when its heart, which beats twice a second, has been silent for so long."""
+HANG_LIMIT_S = 30.0
+"""After so long a silence it is killed, so that its requests fail instead of waiting for ever."""
+_WATCH_PERIOD_S = 0.5
 _END_WAIT_S = 5.0  # for a process that was told to stop
 _LAST_WORDS_S = 0.2  # for the reason of a process that has ended to be read
 _MAX_PATH_BYTES = 100  # a Unix socket's address has room for 107
@@ -190,7 +193,7 @@ class _EngineProcess:
         self.socket.linger = 0
         self.beat_fd, write_fd = os.pipe()
         os.set_blocking(self.beat_fd, False)
-        self.last_beat = time.monotonic()
+        self._last_beat = time.monotonic()
         self.last_words: str | None = None
         """Why it ended, as it said itself."""
         self.refused_config = False
@@ -222,8 +225,12 @@ class _EngineProcess:
         with contextlib.suppress(BlockingIOError):
             if not os.read(self.beat_fd, 4096):
                 return False
-        self.last_beat = time.monotonic()
+        self._last_beat = time.monotonic()
         return True
+
+    @property
+    def silence_s(self) -> float:
+        return time.monotonic() - self._last_beat
 
     def remove_directory(self) -> None:
         if self.directory is not None:
@@ -306,7 +313,7 @@ class EngineClient:
         engine = self._engine
         if self.status is not EngineStatus.READY or engine is None:
             return False
-        return time.monotonic() - engine.last_beat < SILENCE_LIMIT_S
+        return engine.silence_s < SILENCE_LIMIT_S
 
     @property
     def num_sequences(self) -> int:
@@ -370,7 +377,8 @@ class EngineClient:
             self.stats = wire.EngineStats()
             self._fail_all(EngineDeadError(reason))
             if not ready.done():
-                ready.set_exception(ConfigError(reason) if engine.refused_config else EngineDeadError(reason))
+                not_started = EngineDeadError(f"the engine did not start: {reason}")
+                ready.set_exception(ConfigError(reason) if engine.refused_config else not_started)
                 return
             if not self._restarts_left:
                 self._on_death(reason)
@@ -392,7 +400,12 @@ class EngineClient:
         loop.add_reader(engine.beat_fd, beat)
         reader = asyncio.create_task(self._read(engine, ready))
         try:
-            await ended.wait()
+            while not ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), _WATCH_PERIOD_S)
+                if ready.done() and engine.silence_s > HANG_LIMIT_S:
+                    engine.last_words = f"it gave no sign of life for {HANG_LIMIT_S:g} s"
+                    engine.process.kill()
             await asyncio.wait([reader], timeout=_LAST_WORDS_S)
             if engine.last_words is not None:
                 return engine.last_words

@@ -53,23 +53,23 @@ class Metrics:
             (*_LABELS, "finished_reason"),
             registry=self._registry,
         )
-        seconds = self._histogram
-        self._first_token = seconds("time_to_first_token_seconds", "From arrival to first token.", _FIRST_TOKEN_BUCKETS)
-        self._gap = seconds("inter_token_latency_seconds", "Between two tokens of a sample.", _TOKEN_BUCKETS)
-        self._per_token = seconds(
+        histogram = self._histogram
+        self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS)
+        self._gap = histogram("inter_token_latency_seconds", "Between two tokens of a sample.", _TOKEN_BUCKETS)
+        self._per_token = histogram(
             "request_time_per_output_token_seconds",
             "Decode time of a request over its tokens but the first.",
             _TOKEN_BUCKETS,
         )
-        self._e2e = seconds("e2e_request_latency_seconds", "From arrival to last token.", _REQUEST_BUCKETS)
-        self._queue = seconds("request_queue_time_seconds", "From arrival to the first slot.", _REQUEST_BUCKETS)
-        self._inference = seconds("request_inference_time_seconds", "From slot to last token.", _REQUEST_BUCKETS)
-        self._prefill = seconds("request_prefill_time_seconds", "From slot to first token.", _REQUEST_BUCKETS)
-        self._decode = seconds("request_decode_time_seconds", "From first to last token.", _REQUEST_BUCKETS)
-        self._request_prompt = seconds("request_prompt_tokens", "Prompt tokens of a request.", _COUNT_BUCKETS)
-        self._request_output = seconds("request_generation_tokens", "Tokens a request got.", _COUNT_BUCKETS)
-        self._request_n = seconds("request_params_n", "Samples asked for.", _COUNT_BUCKETS)
-        self._request_max_tokens = seconds("request_params_max_tokens", "max_tokens asked for.", _COUNT_BUCKETS)
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to last token.", _REQUEST_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first slot.", _REQUEST_BUCKETS)
+        self._inference = histogram("request_inference_time_seconds", "From slot to last token.", _REQUEST_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", "From slot to first token.", _REQUEST_BUCKETS)
+        self._decode = histogram("request_decode_time_seconds", "From first to last token.", _REQUEST_BUCKETS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _COUNT_BUCKETS)
+        self._request_output = histogram("request_generation_tokens", "Tokens a request got.", _COUNT_BUCKETS)
+        self._request_n = histogram("request_params_n", "Samples asked for.", _COUNT_BUCKETS)
+        self._request_max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", _COUNT_BUCKETS)
 
     def set_facts(self, facts: EngineFacts) -> None:
         """The engine's cache, as labels of a metric that is always 1."""

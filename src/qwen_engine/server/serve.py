@@ -24,7 +24,7 @@ import uvloop
 
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine_args import add_engine_arguments, engine_options
-from qwen_engine.errors import ConfigError
+from qwen_engine.errors import ConfigError, EngineDeadError
 from qwen_engine.models.hub import resolve_model
 from qwen_engine.server import log_format
 from qwen_engine.server.app import create_app
@@ -65,7 +65,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or none")
     config = EngineConfig.from_options({"model": args.model, **engine_options(args)})
     with _listen(args.host, args.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Server(args, config, listener).run())
+        try:
+            return runner.run(_Server(args, config, listener).run())
+        except EngineDeadError as error:
+            logger.error("%s", error)
+            return 1
 
 
 class _Server:
