@@ -128,13 +128,12 @@ def test_an_engine_that_hangs_is_killed_and_its_requests_fail(chat_model, monkey
     assert len(reasons) == 1
 
 
-def test_a_dead_rank_ends_requests_health_and_server(chat_model):
-    args = ("--max-model-len", "16384", "--tensor-parallel-size", "2", "--dead-engine-grace", "0")
-    with serve(chat_model, *args) as server:
+def test_tpw_01_a_rank_that_dies_while_nothing_runs_ends_the_server(chat_model):
+    with serve(chat_model, "--tensor-parallel-size", "2", "--dead-engine-grace", "0") as server:
+        assert server.ask(COMPLETIONS, SHORT).status == 200
+        wait_until(server.is_idle)
         (worker,) = workers_of(server.engine_pid)
-        with in_flight(server, LONG, count=1) as (answer,):
-            os.kill(worker, signal.SIGKILL)
-            assert answer.result(60).status == 500
+        os.kill(worker, signal.SIGKILL)
         assert ended(server) == 1
         server.wait_for_log("rank 1")
 
@@ -148,7 +147,7 @@ def test_shd_01_nothing_outlives_a_killed_server(chat_model):
             with pytest.raises(OSError):
                 answer.result(60)
         wait_until(lambda: not is_running(engine), 10.0)
-        assert not group_of(server)
+        wait_until(lambda: not group_of(server), 10.0)
         assert directories() == before
 
 
@@ -217,7 +216,7 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(chat_model):
         text = server.ask("/metrics").body.decode()
         for name in ("num_requests_running{", "kv_cache_usage_perc{", "time_to_first_token_seconds_bucket{"):
             assert "vllm:" + name in text
-        medium = {**LONG, "max_tokens": 700}
+        medium = {**LONG, "max_tokens": 300}
         with in_flight(server, medium, {**LONG, "stream": True}, count=2) as (whole, stream):
             server.process.terminate()
             wait_until(lambda: server.ask("/ready").status == 503)
@@ -226,7 +225,7 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(chat_model):
             assert (answer.status, answer.error["code"]) == (503, "shutting_down")
             answer = whole.result(120).json
             assert answer["choices"][0]["finish_reason"] == "length"
-            assert answer["usage"]["completion_tokens"] == 700
+            assert answer["usage"]["completion_tokens"] == 300
             server.process.terminate()  # the second signal does not wait for the other one
             with contextlib.suppress(OSError):
                 assert last_event(stream.result(60))["choices"][0]["finish_reason"] == "abort"

@@ -449,7 +449,11 @@ class EngineClient:
             live = self._live.get(row[0])
             if live is not None:  # it may have been aborted, or ended by a stop string, since this was computed
                 generation, state = live
-                generation.take(state, wire.decode_output(row))
+                try:
+                    generation.take(state, wire.decode_output(row))
+                except Exception as error:  # of this request alone; the others go on
+                    logger.exception("an output could not be taken")
+                    self._fail(generation, error)
         if stats is not None:
             self.stats = wire.EngineStats(*stats)
 
@@ -459,9 +463,13 @@ class EngineClient:
             if state.request_id in request_ids:
                 generation.fail(error)
 
+    def _fail(self, generation: Generation, error: Exception) -> None:
+        self.abort_sequences(generation)
+        generation.fail(error)
+
     def _fail_all(self, error: Exception) -> None:
         for generation, _ in list(self._live.values()):
-            generation.fail(error)
+            self._fail(generation, error)
 
 
 def _private_directory() -> Path:
