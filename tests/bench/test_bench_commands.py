@@ -155,6 +155,71 @@ def test_the_32b_script_runs_a_suite_under_torchrun(tmp_path: Path):
     assert result["command"].startswith("torchrun --nproc-per-node 2 ")
 
 
+ABSENT = ["zmq", "aiohttp", "matplotlib", "fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance", "openai"]
+BLOCKER = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process, and of those it starts, in which none of ABSENT can be imported."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(BLOCKER.format(absent=ABSENT))
+    paths = os.pathsep.join([str(site), str(ROOT / "src")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+
+
+def test_suites_run_on_two_ranks_with_nothing_but_torch_and_what_the_engine_needs(
+    bare_machine: dict[str, str], tmp_path: Path
+):
+    results = tmp_path / "results"
+    command = [sys.executable, str(ROOT / "main_qwen32.py"), "--suite", "high-concurrency", "--scale", "0.002"]
+    command += ["--model", "demo", "--device", "cpu", "--load-format", "dummy", "--results-dir", str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, env=bare_machine, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert only_result(results)["status"] == "completed"
+    code = "import sys\ntry:\n    import zmq\nexcept ImportError:\n    sys.exit(7)"
+    blocked = subprocess.run([sys.executable, "-c", code], env=bare_machine, timeout=60, check=False)
+    assert blocked.returncode == 7, "the blocker did not block"
+
+
+PROGRAMS = ("bench stress", "bench throughput", "bench latency", "bench startup", "bench serve", "results report")
+
+
+def test_every_program_starts_with_nothing_but_torch_and_what_the_engine_needs(bare_machine: dict[str, str]):
+    """All in one process: `--help` imports what each imports at its start."""
+    scripts = [str(path) for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem not in NO_PROGRAMS]
+    code = f"""
+import contextlib, io, runpy, sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from qwen_engine import cli
+def ends_well(call, *args, **kwargs):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            call(*args, **kwargs)
+    except SystemExit as end:
+        return end.code in (0, None)
+    return False
+for program in {PROGRAMS!r}:
+    assert ends_well(cli.main, [*program.split(), "--help"]), program
+for script in {scripts!r}:
+    sys.argv = [script, "--help"]
+    assert ends_well(runpy.run_path, script, run_name="__main__"), script
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare_machine, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+NO_PROGRAMS = {"compare_cases", "compare_engine"}  # parts of compare.py, without a command line of their own
+
+
 @pytest.mark.parametrize("argv", [["bench"], ["bench", "nope"], ["results"], ["bench", "--", "stress"]])
 def test_a_command_that_does_not_exist_is_refused_with_the_ones_that_do(argv: list[str], capsys):
     with pytest.raises(SystemExit) as exit_info:

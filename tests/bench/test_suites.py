@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from qwen_engine import LLM
+from qwen_engine import LLM, SamplingParams, cli
+from qwen_engine.bench import load
 from qwen_engine.bench import suites as suites_module
-from qwen_engine.bench.load import PromptSource, run_batch
+from qwen_engine.bench.load import PromptSource, check_pool, run_batch
 from qwen_engine.bench.results import read_result
 from qwen_engine.bench.suites import SUITES, Phase, Suite, run_suite, run_suites
+from qwen_engine.engine.core import EngineCore
 from qwen_engine.errors import ConfigError, EngineDeadError
 
 SHAPES = {  # prompt tokens, prefix tokens, (requests, output tokens) of each phase
@@ -131,6 +133,78 @@ def test_a_lost_block_is_noticed(llm: LLM, suite: Suite, source: PromptSource):
         manager.release(lost)
     assert failed_checks(result) == {"pool whole"}
     assert run_suite(llm, suite, source)["status"] == "completed"
+
+
+def test_a_request_left_behind_and_a_broken_pool_are_noticed(
+    llm: LLM, suite: Suite, source: PromptSource, monkeypatch: pytest.MonkeyPatch
+):
+    run = run_batch(llm, "load", source.draw("load", [20]), [2])
+    scheduler = llm.core.scheduler
+    assert check_pool(llm).passed
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "check", lambda: None)
+        patch.setitem(scheduler.requests, "left", None)
+        check = check_pool(llm)
+        assert not check.passed
+        assert "1 requests left" in check.detail
+
+    def broken(*_: Any) -> None:
+        raise AssertionError("block 3 is free and referenced")
+
+    monkeypatch.setattr(scheduler.block_manager, "check", broken)
+    assert not run.ended_early
+    check = check_pool(llm)
+    assert not check.passed
+    assert "block 3 is free and referenced" in check.detail
+
+
+def lose_a_block(core: EngineCore, num_steps: int) -> None:
+    if num_steps == 1:
+        core.scheduler.block_manager.allocate(1)
+
+
+def break_down(core: EngineCore, num_steps: int) -> None:
+    if num_steps == 6:
+        raise RuntimeError("device-side assert")
+
+
+@pytest.mark.parametrize(
+    ("check", "fault", "flags"),
+    [
+        ("requests complete", None, []),
+        ("no stall", None, ["--stall-timeout", "1e-9"]),
+        ("engine alive", break_down, []),
+        ("pool whole", lose_a_block, []),
+        ("prefix hit", None, ["--suite", "prefix-cache", "--no-enable-prefix-caching"]),
+    ],
+)
+def test_each_check_that_fails_is_in_the_file_and_makes_the_exit_code_1(
+    check: str,
+    fault: Callable[[EngineCore, int], None] | None,
+    flags: list[str],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    step, num_steps = EngineCore.step, iter(range(1, 10**9))
+    if fault is not None:
+
+        def faulty(core: EngineCore) -> Any:
+            fault(core, next(num_steps))
+            return step(core)
+
+        monkeypatch.setattr(EngineCore, "step", faulty)
+    if check == "requests complete":  # each request ends one token early
+        monkeypatch.setattr(
+            load, "SamplingParams", lambda **o: SamplingParams(**{**o, "max_tokens": max(1, o["max_tokens"] - 1)})
+        )
+    argv = ["bench", "stress", "--suite", "high-concurrency", "--model", str(tiny_model), "--device", "cpu"]
+    argv += ["--scale", "0.004", "--kv-cache-bytes", str(2 << 20), "--results-dir", str(tmp_path), *flags]
+    assert cli.main(argv) == 1
+    (path,) = tmp_path.iterdir()
+    result = read_result(path)
+    assert result["status"] == "failed"
+    assert check in failed_checks(result)
 
 
 def test_an_engine_that_does_nothing_is_stopped_and_noticed(

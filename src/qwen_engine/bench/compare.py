@@ -17,8 +17,10 @@ from qwen_engine.bench.results import device_label, read_result
 from qwen_engine.errors import shown
 
 # Of a metric's name, phases in front and all: what tells that more is better, or less. Others are no judgement.
-_HIGHER = re.compile(r"(_tok_s|_per_s|throughput|goodput|hit_rate|speedup|_t(b|flop)_s_per_rank|kv_cache_tokens)$")
-_LOWER = re.compile(r"(_s|_ms|_bytes|preemptions|^failed|num_failed|^wrong|^perplexity|error_(mean|max))$")
+_HIGHER = re.compile(
+    r"(_tok_s|_per_s|throughput|goodput|hit_rate|speedup|_t(b|flop)_s_per_rank|kv_cache_tokens|_gb_per_s|_acc|_acc_norm|_exact_match)$"
+)
+_LOWER = re.compile(r"(_s|_ms|_bytes|preemptions|^failed|num_failed|^wrong|perplexity|error_(mean|max))$")
 # Figures of other programs, of the load generator and of the hardware: no judgement of this engine.
 _NOT_OURS = ("vllm_", "transformers_", "client_lag", "floor_", "target_", "stretch_", "recorded_")
 
