@@ -240,7 +240,7 @@ def test_an_error_on_rank_0_ends_the_workers(warm, make_tiny_model, monkeypatch)
         def fail(*_: object) -> None:
             raise AssertionError
 
-        monkeypatch.setattr(llm._core._executor.runner, "_sample", fail)
+        monkeypatch.setattr(llm._core._executor.runner.decode, "run", fail)
         failed_at = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"rank 0 failed \(AssertionError\)"):
             next(stream)
