@@ -137,6 +137,7 @@ START_FAULTS = {
     ("join", "kill"): ("engine.worker", "module.connect_ranks = lambda *args, **options: die('kill')"),
     ("load", "exception"): ("models.weights", "module._check_headers = lambda *args: die('exception')"),
     ("load", "kill"): ("models.weights", "module._check_headers = lambda *args: die('kill')"),
+    ("capture", "kill"): ("engine.model_runner", "module.ModelRunner.capture_graphs = lambda self: die('kill')"),
     ("attach", "exit"): ("engine.channel", "module.connect = lambda *args, **options: die('exit')"),
 }
 

@@ -92,10 +92,10 @@ class CudaGraphs:
         return taken[0] + sum(taken[1:]) * (len(sizes) - 1)
 
     def _capture_size(self, calls: Calls, size: int) -> None:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-            self._pool = torch.cuda.graph_pool_handle()
         try:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+                self._pool = torch.cuda.graph_pool_handle()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 for call in calls.values():  # compiles kernels and loads libraries, which a capture cannot
