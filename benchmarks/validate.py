@@ -306,7 +306,7 @@ def to_result(
     figures: dict[str, dict[str, float]],
     speeds: dict[str, list[tuple[int, float, float]]],
 ) -> dict:
-    """The result in the common schema. The last engine's figures have no prefix, those of other backends have theirs."""
+    """The result in the common schema. Figures of the last engine have no prefix, other backends have their name."""
     *_, main_engine = outputs
     metrics: dict[str, float] = {}
     checks = []

@@ -67,7 +67,7 @@ def test_engines_that_differ_fail_in_fp32(validate, monkeypatch, tmp_path):
 
     monkeypatch.setattr(validate, "chosen_backends", lambda *_: ["eager", "graph"])
     monkeypatch.setattr(validate, "engine_outputs", two_engines)
-    code, result = run(validate, monkeypatch, tmp_path, "1", "--lengths", "4", "9", "--prompt-len", "8")
+    code, result = run(validate, monkeypatch, tmp_path, "--batches", "1", "--lengths", "4", "9", "--prompt-len", "8")
     assert code == 1
     assert [check["detail"] for check in result["checks"]] == ["4 of 5 prompts get the same tokens"]
     assert result["metrics"].keys() >= {"eager_batch1_decode_tok_s", "batch1_decode_tok_s"}
