@@ -1,7 +1,10 @@
 """The engine against Transformers on the same weights: logits, greedy tokens and speed, in one run.
 
     python benchmarks/validate.py --config-folder CONFIG [--dtype bfloat16]
-    python benchmarks/validate.py --model FOLDER [--perplexity TEXT_FILE]
+    python benchmarks/validate.py --model FOLDER [--perplexity TEXT_FILE] [--backends transformers,eager,graph]
+
+The engine runs eagerly and, on a GPU, with CUDA graphs too. Both must give the same tokens in fp32; in half precision,
+where a padded batch may round differently, a difference is shown and each is judged by the yardstick below.
 
 With --config-folder a random checkpoint of that shape is written to a temporary folder first, and both load it.
 
@@ -40,6 +43,7 @@ from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
 MAX_MODEL_LEN = 4096
+BACKENDS = ("transformers", "eager", "graph")
 PERPLEXITY_WINDOW = 1024
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and then it",
@@ -85,13 +89,18 @@ def prompts_for(vocab_size: int, lengths: list[int]) -> list[list[int]]:
     return [torch.randint(0, min(vocab_size, 150_000), (n,), generator=generator).tolist() for n in lengths]
 
 
-def engine_outputs(args: argparse.Namespace, folder: Path) -> dict:
-    """Greedy tokens, their log-probabilities and the speed of this engine."""
+def engine_outputs(args: argparse.Namespace, folder: Path, backend: str) -> dict:
+    """Greedy tokens, their log-probabilities and the speed of this engine, "eager" or with a "graph"."""
     has_tokenizer = (folder / "tokenizer.json").exists()
     start = time.perf_counter()
     vocab_size, max_len = llm_limits(folder)
     llm = LLM(
-        folder, dtype=args.dtype, device=args.device, max_model_len=max_len, skip_tokenizer_init=not has_tokenizer
+        folder,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=max_len,
+        skip_tokenizer_init=not has_tokenizer,
+        enforce_eager=backend == "eager",
     )
     ready_s = time.perf_counter() - start
     prompts: list = prompts_for(vocab_size, args.lengths)
@@ -228,11 +237,24 @@ def measure(timed: Callable[[int], float], batch: int, num_tokens: int) -> tuple
     return batch, first, (timed(num_tokens) - first) / (num_tokens - 1)
 
 
+def chosen_backends(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """Those asked for, in the order of BACKENDS."""
+    known = BACKENDS if args.device.startswith("cuda") else BACKENDS[:-1]
+    names = list(known) if args.backends is None else args.backends.split(",")
+    for name in names:
+        if name not in known:
+            parser.error(f"backend {name!r} does not exist on {args.device}; use some of {','.join(known)}")
+    if not set(names) & {"eager", "graph"}:
+        parser.error("the engine itself is not among the backends; add eager or graph")
+    return [name for name in BACKENDS if name in names]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="a checkpoint folder")
     source.add_argument("--config-folder", type=Path, help="a config.json's folder; weights are made up")
+    parser.add_argument("--backends", help="some of transformers,eager,graph (default: all that the device has)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -242,58 +264,84 @@ def main() -> int:
     parser.add_argument("--perplexity", type=Path, help="also compare the perplexity of this text file")
     add_results_dir_argument(parser)
     args = parser.parse_args()
+    backends = chosen_backends(parser, args)
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.model
         if folder is None:
             folder = Path(temporary)
             write_random_checkpoint(args.config_folder, folder, getattr(torch, args.dtype), torch.device(args.device))
-        ours = engine_outputs(args, folder)
-        exact = score(folder, "float32", args.device, ours)
-        same_dtype = exact if args.dtype == "float32" else score(folder, args.dtype, args.device, ours)
-        figures = compare(exact, same_dtype, ours)
-        their_speed = reference_speed(args, folder)
-        if args.perplexity:
-            figures["perplexity"] = ours["perplexity"]
-            figures["transformers_perplexity"] = reference_perplexity(args, folder, ours["windows"])
-    name = (args.config_folder or args.model).name
-    print(f"{name} {args.dtype} on {args.device}: ready in {ours['ready_s']:.1f} s")
-    print("  " + ", ".join(f"{key} {value:.6g}" for key, value in figures.items()))
-    for (batch, first, step), (_, their_first, their_step) in zip(ours["speed"], their_speed):
-        print(
-            f"  batch {batch:3d}: decode {batch / step:8.1f} tok/s (Transformers {batch / their_step:8.1f}), "
-            f"first token {1e3 * first:7.1f} ms (Transformers {1e3 * their_first:7.1f})"
-        )
-    result = to_result(args, name, figures, ours, their_speed)
+        outputs = {name: engine_outputs(args, folder, name) for name in backends if name != "transformers"}
+        figures: dict[str, dict[str, float]] = {name: {"ready_s": ours["ready_s"]} for name, ours in outputs.items()}
+        speeds = {name: ours["speed"] for name, ours in outputs.items()}
+        if "transformers" in backends:
+            for name, ours in outputs.items():
+                figures[name] |= judged(args, folder, ours)
+            speeds["transformers"] = reference_speed(args, folder)
+    result = to_result(args, (args.config_folder or args.model).name, outputs, figures, speeds)
+    print(f"{result['engine_config']['model']} {args.dtype} on {args.device}")
+    for name, values in result["metrics"].items():
+        print(f"  {name} {values:.6g}")
+    for check in result["checks"]:
+        print(f"  {check['name']}: {check['detail']}")
     print(f"  -> {write_result(result, args.results_dir)}")
     return 0 if result["status"] == "completed" else 1
 
 
-def to_result(args: argparse.Namespace, name: str, figures: dict[str, float], ours: dict, their_speed: list) -> dict:
-    """The result in the common schema; speeds are named after their batch, those of Transformers after it too."""
-    metrics = {"ready_s": ours["ready_s"], **figures}
-    for (batch, first, step), (_, their_first, their_step) in zip(ours["speed"], their_speed):
-        metrics |= {
-            f"batch{batch}_concurrency": batch,
-            f"batch{batch}_first_token_s": first,
-            f"batch{batch}_decode_tok_s": batch / step,
-            f"transformers_batch{batch}_first_token_s": their_first,
-            f"transformers_batch{batch}_decode_tok_s": batch / their_step,
-        }
-    detail = f"{figures['equal']} of {figures['tokens']} greedy tokens are those of fp32, "
-    detail += f"{figures['within_rounding']} ties within rounding, {figures['wrong']} wrong"
-    checks = [Check("no wrong token", not figures["wrong"], detail)]
-    if args.dtype == "float32" and args.perplexity:
-        detail = f"{figures['perplexity']:.6g}, Transformers {figures['transformers_perplexity']:.6g}"
-        checks.append(Check("perplexity equal", agree(figures), detail))
+def judged(args: argparse.Namespace, folder: Path, ours: dict) -> dict[str, float]:
+    """What Transformers says about the tokens of one engine, and both perplexities where asked for."""
+    exact = score(folder, "float32", args.device, ours)
+    same_dtype = exact if args.dtype == "float32" else score(folder, args.dtype, args.device, ours)
+    figures = compare(exact, same_dtype, ours)
+    if args.perplexity:
+        figures["perplexity"] = ours["perplexity"]
+        figures["transformers_perplexity"] = reference_perplexity(args, folder, ours["windows"])
+    return figures
+
+
+def to_result(
+    args: argparse.Namespace,
+    model: str,
+    outputs: dict[str, dict],
+    figures: dict[str, dict[str, float]],
+    speeds: dict[str, list[tuple[int, float, float]]],
+) -> dict:
+    """The result in the common schema. Figures of the last engine have no prefix, other backends have their name."""
+    *_, main_engine = outputs
+    metrics: dict[str, float] = {}
+    checks = []
+    for name in [*outputs, *(name for name in speeds if name not in outputs)]:
+        prefix = "" if name == main_engine else f"{name}_"
+        metrics |= {prefix + key: value for key, value in figures.get(name, {}).items()}
+        for batch, first, step in speeds[name]:
+            if name == main_engine:
+                metrics[f"batch{batch}_concurrency"] = batch
+            metrics[f"{prefix}batch{batch}_first_token_s"] = first
+            metrics[f"{prefix}batch{batch}_decode_tok_s"] = batch / step
+    for name, values in figures.items():
+        suffix = f" ({name})" if len(figures) > 1 else ""
+        if "wrong" in values:
+            detail = f"{values['equal']} of {values['tokens']} greedy tokens are those of fp32, "
+            detail += f"{values['within_rounding']} ties within rounding, {values['wrong']} wrong"
+            checks.append(Check("no wrong token" + suffix, not values["wrong"], detail))
+        if args.dtype == "float32" and "perplexity" in values:
+            detail = f"{values['perplexity']:.6g}, Transformers {values['transformers_perplexity']:.6g}"
+            checks.append(Check("perplexity equal" + suffix, agree(values), detail))
+    if len(outputs) > 1:
+        pairs = list(zip(*(ours["tokens"] for ours in outputs.values())))
+        num_equal = sum(all(row == rows[0] for row in rows) for rows in pairs)
+        detail = f"{num_equal} of {len(pairs)} prompts get the same tokens"
+        passed = num_equal == len(pairs) or args.dtype != "float32"
+        checks.append(Check("graphs give the tokens of eager steps", passed, detail))
     names = ("prompt_len", "max_tokens", "batches", "lengths")
+    facts = outputs[main_engine]["facts"]
     return new_result(
         "validate",
         metrics=metrics,
         checks=checks,
         parameters={key: getattr(args, key) for key in names},
         # A checkpoint that was made up lay in a temporary folder.
-        facts={**ours["facts"], "engine_config": {**ours["facts"]["engine_config"], "model": name}},
+        facts={**facts, "engine_config": {**facts["engine_config"], "model": model}},
     )
 
 

@@ -16,9 +16,7 @@ TOTAL, WEIGHTS, ACTIVATIONS = 140 * GIB, 16 * GIB, 4 * GIB
 
 
 def kv_bytes(free: int, utilization: float = 0.9, activations: int = ACTIVATIONS) -> int:
-    return memory.gpu_kv_bytes(
-        free_bytes=free, total_bytes=TOTAL, activation_bytes=activations, utilization=utilization
-    )
+    return memory.gpu_kv_bytes(free_bytes=free, total_bytes=TOTAL, step_bytes=activations, utilization=utilization)
 
 
 def test_gpu_kv_is_what_is_free_less_the_users_share_and_a_steps_needs():

@@ -44,8 +44,8 @@ def test_the_demo_is_exact_and_has_transformers_perplexity(validate, monkeypatch
 def test_a_token_that_transformers_would_not_choose_fails(validate, monkeypatch, tmp_path):
     generate = validate.engine_outputs
 
-    def one_wrong_token(args, folder):
-        outputs = generate(args, folder)
+    def one_wrong_token(args, folder, backend):
+        outputs = generate(args, folder, backend)
         outputs["tokens"][0][3] = (outputs["tokens"][0][3] + 1) % 3000
         return outputs
 
@@ -53,3 +53,30 @@ def test_a_token_that_transformers_would_not_choose_fails(validate, monkeypatch,
     code, result = run(validate, monkeypatch, tmp_path, "--lengths", "20")
     assert (code, result["status"]) == (1, "failed")
     assert result["metrics"]["wrong"] >= 1
+
+
+def test_engines_that_differ_fail_in_fp32(validate, monkeypatch, tmp_path):
+    """As if there were graphs, and they chose another token."""
+    generate = validate.engine_outputs
+
+    def two_engines(args, folder, backend):
+        outputs = generate(args, folder, "eager")
+        if backend == "graph":
+            outputs["tokens"][1] = [*outputs["tokens"][1][:-1], 5]
+        return outputs
+
+    monkeypatch.setattr(validate, "chosen_backends", lambda *_: ["eager", "graph"])
+    monkeypatch.setattr(validate, "engine_outputs", two_engines)
+    code, result = run(validate, monkeypatch, tmp_path, "--batches", "1", "--lengths", "4", "9", "--prompt-len", "8")
+    assert code == 1
+    assert [check["detail"] for check in result["checks"]] == ["4 of 5 prompts get the same tokens"]
+    assert result["metrics"].keys() >= {"eager_batch1_decode_tok_s", "batch1_decode_tok_s"}
+
+
+@pytest.mark.parametrize("backends", ["graph", "transformers", "eager,fast", ""])
+def test_backends_that_the_device_does_not_have_are_refused(backends, validate, monkeypatch, capsys):
+    command = ["validate.py", "--model", str(DEMO), "--device", "cpu", "--backends", backends]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        validate.main()
+    assert "backend" in capsys.readouterr().err

@@ -137,6 +137,7 @@ START_FAULTS = {
     ("join", "kill"): ("engine.worker", "module.connect_ranks = lambda *args, **options: die('kill')"),
     ("load", "exception"): ("models.weights", "module._check_headers = lambda *args: die('exception')"),
     ("load", "kill"): ("models.weights", "module._check_headers = lambda *args: die('kill')"),
+    ("capture", "kill"): ("engine.model_runner", "module.ModelRunner.capture_graphs = lambda self: die('kill')"),
     ("attach", "exit"): ("engine.channel", "module.connect = lambda *args, **options: die('exit')"),
 }
 
@@ -240,7 +241,7 @@ def test_an_error_on_rank_0_ends_the_workers(warm, make_tiny_model, monkeypatch)
         def fail(*_: object) -> None:
             raise AssertionError
 
-        monkeypatch.setattr(llm._core._executor.runner, "_sample", fail)
+        monkeypatch.setattr(llm._core._executor.runner.decode, "run", fail)
         failed_at = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"rank 0 failed \(AssertionError\)"):
             next(stream)

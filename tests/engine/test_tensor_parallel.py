@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ahead import IN_WORKERS, SIZES, assert_nothing_in_flight, run_ahead
+from fault_tools import plant
 from tiny_models import random_prompt
 
 from qwen_engine import LLM, SamplingParams
@@ -53,6 +55,15 @@ def run(llm: LLM) -> list:
     return seen
 
 
+@pytest.fixture
+def ahead(tmp_path, monkeypatch):
+    """Engines of several ranks run one step ahead, and pad their decode steps, as on GPUs."""
+    run_ahead(monkeypatch)
+    plant(tmp_path, *IN_WORKERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return {"max_num_seqs": SIZES[-1]}
+
+
 @pytest.fixture(scope="module")
 def expected(make_tiny_model):
     with engine(make_tiny_model()) as llm:
@@ -65,10 +76,11 @@ def test_every_feature_gives_the_tokens_of_one_rank(ranks, make_tiny_model, expe
         assert run(llm) == expected
 
 
-def test_pre_01_preemption_in_a_tiny_pool_changes_nothing(make_tiny_model, expected):
+def test_pre_01_preemption_in_a_tiny_pool_changes_nothing(make_tiny_model, expected, ahead):
     pool = kv_bytes(TINY_POOL_TOKENS, 2)
-    with engine(make_tiny_model(), tensor_parallel_size=2, kv_cache_bytes=pool) as llm:
+    with engine(make_tiny_model(), tensor_parallel_size=2, kv_cache_bytes=pool, **ahead) as llm:
         outputs = run(llm)
+        assert_nothing_in_flight(llm)
         preemptions = llm._core.scheduler.num_preemptions
     assert preemptions > 0
     assert [entry[0] for entry in outputs] == [entry[0] for entry in expected]
@@ -116,12 +128,17 @@ def test_mem_02_all_ranks_use_the_smallest_block_count(make_tiny_model, monkeypa
         run(llm)
 
 
-def test_aborts_leave_all_ranks_in_step(make_tiny_model, expected):
-    with engine(make_tiny_model(), tensor_parallel_size=2) as llm:
+def test_aborts_leave_all_ranks_in_step(make_tiny_model, expected, ahead):
+    with engine(make_tiny_model(), tensor_parallel_size=2, **ahead) as llm:
         stream = llm.stream(PROMPTS, PARAMS)
         for _ in range(9):
             next(stream)
+            # A step that is done but not yet read is not late, however long its reader takes.
+            for step in llm.core._executor._workers.in_flight:
+                step.deadline = 0.0
+        assert len(llm.core._in_flight) == 1
         stream.close()
+        assert_nothing_in_flight(llm)
         llm._core.scheduler.check()
         after = run(llm)
     seeded = [index for index, params in enumerate(PARAMS) if params.seed is not None or params.is_greedy]

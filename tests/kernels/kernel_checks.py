@@ -206,6 +206,7 @@ def check_attention(
     head_dim: int,
     block_size: int,
     num_splits: int | None = None,
+    max_seq_len: int | None = None,
     decode: bool = False,
 ) -> None:
     """Attention over pages for (query_lens[r], seq_lens[r]); decode calls decode_attention, else prefill_attention."""
@@ -231,7 +232,8 @@ def check_attention(
     caches = (pages.k_cache, pages.v_cache, pages.block_tables, pages.slots)
     with poisoned_allocations():
         if decode:
-            result = impl.decode_attention(q, *caches, lengths, scale, max(seq_lens), out, num_splits=num_splits)
+            bound = max_seq_len or max(seq_lens)
+            result = impl.decode_attention(q, *caches, lengths, scale, bound, out, num_splits=num_splits)
         else:
             result = impl.prefill_attention(
                 q, *caches, query_start, lengths, scale, max(query_lens), max(seq_lens), out
@@ -255,6 +257,7 @@ def check_decode(
     head_dim: int,
     block_size: int,
     num_splits: int | None = None,
+    max_seq_len: int | None = None,
 ) -> None:
     check_attention(
         impl,
@@ -266,6 +269,7 @@ def check_decode(
         head_dim=head_dim,
         block_size=block_size,
         num_splits=num_splits,
+        max_seq_len=max_seq_len,
         decode=True,
     )
 
@@ -542,6 +546,110 @@ def check_penalise(impl: ModuleType, device: str, rows: int, vocab_size: int) ->
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-6)
 
 
+def check_decode_inputs(impl: ModuleType, device: str, rows: int) -> None:
+    rng = generator(device, rows)
+    num_tokens = torch.randint(1, 40000, (rows + 3,), generator=rng, device=device, dtype=torch.int32)
+    slots = torch.randperm(rows + 3, generator=rng, device=device)[:rows].int()
+    slots[1::3] = -1
+    positions, seq_lens = (torch.full((rows + 2,), 2**30, dtype=torch.int32, device=device) for _ in range(2))
+    before = num_tokens.clone()
+    impl.decode_inputs(slots, num_tokens, positions[:rows], seq_lens[:rows])
+    lengths = [0 if slot < 0 else int(before[slot]) for slot in slots.tolist()]
+    assert seq_lens.tolist() == [*lengths, 2**30, 2**30]
+    assert positions.tolist() == [*(max(length - 1, 0) for length in lengths), 2**30, 2**30]
+    assert torch.equal(num_tokens, before)
+
+
+def check_advance(impl: ModuleType, device: str, rows: int) -> None:
+    """cgr-01: padding rows write nowhere, the last slot above all; nothing but the next token of live slots changes."""
+    rng = generator(device, rows)
+    width = 50
+    table = torch.randint(0, 1000, (rows + 3, width), generator=rng, device=device, dtype=torch.int32)
+    num_tokens = torch.randint(1, width, (rows + 3,), generator=rng, device=device, dtype=torch.int32)
+    slots = torch.randperm(rows + 2, generator=rng, device=device)[:rows].int()  # never the last one
+    slots[2::4] = -1
+    token_ids = torch.randint(0, 2**31 - 1, (rows,), generator=rng, device=device)
+    expected_table, expected_tokens = table.clone(), num_tokens.clone()
+    for slot, token in zip(slots.tolist(), token_ids.tolist()):
+        if slot >= 0:
+            expected_table[slot, int(num_tokens[slot])] = token
+            expected_tokens[slot] += 1
+    for keys in (False, True):
+        new_table, new_tokens = table.clone(), num_tokens.clone()
+        if keys:
+            scores = torch.randint(-(2**31), 2**31, (rows,), generator=rng, device=device)
+            out = torch.full((rows,), -5, device=device)
+            packed = scores * 2**32 + (2**32 - 1 - token_ids)
+            impl.advance_to_best(packed, slots, new_table, new_tokens, out)
+            assert torch.equal(out, token_ids.masked_fill(slots < 0, 0))
+        else:
+            impl.advance(token_ids, slots, new_table, new_tokens)
+        assert torch.equal(new_table, expected_table)
+        assert torch.equal(new_tokens, expected_tokens)
+
+
+def winners(impl: ModuleType, keys: torch.Tensor) -> list[int]:
+    """Token ids that keys of slot_argmax stand for."""
+    rows = len(keys)
+    slots = torch.arange(rows, dtype=torch.int32, device=keys.device)
+    table, num_tokens = (torch.zeros(rows, n, dtype=torch.int32, device=keys.device) for n in (2, 1))
+    token_ids = torch.full_like(keys, -1)
+    impl.advance_to_best(keys, slots, table, num_tokens.flatten(), token_ids)
+    return token_ids.tolist()
+
+
+def check_slot_argmax(
+    impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int, vocab_start: int
+) -> None:
+    """One shard gives gumbel_argmax's token for the slots' parameters; padding reads nothing and gives key 0."""
+    rng = generator(device, rows, vocab_size, vocab_start)
+    logits = normal(rng, rows, vocab_size, dtype=dtype) * 3
+    logits[:, ::5] = -math.inf
+    slots = torch.randperm(rows + 2, generator=rng, device=device)[:rows].int()
+    temperature = torch.tensor([[0.0, 0.7, 0.01, 1.0, 5.0][slot % 5] for slot in range(rows + 2)], device=device)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows + 2,), generator=rng, device=device)
+    num_tokens = torch.randint(1, 2**31 - 1, (rows + 2,), generator=rng, device=device, dtype=torch.int32)
+    request = slots.long()
+    expected = impl.gumbel_argmax(
+        logits, temperature[request], seeds[request], num_tokens[request].long(), vocab_start
+    ).tolist()
+    with poisoned_allocations():
+        keys = impl.slot_argmax(logits, slots, num_tokens, temperature, seeds, vocab_start)
+        padded = slots.clone()
+        padded[1::2] = -1
+        with_padding = impl.slot_argmax(logits, padded, num_tokens, temperature, seeds, vocab_start)
+    assert keys.dtype == torch.int64
+    assert winners(impl, keys) == expected
+    assert torch.equal(with_padding, keys.masked_fill(padded < 0, 0))
+
+
+def check_keys_of_shards(impl: ModuleType, device: str, num_shards: int) -> None:
+    """The largest key over the shards is the winner of the whole: for noise, for ties across shards, for zeros of both
+    signs, for rows of -inf and NaN, and with a shard that has no token at all."""
+    rng = generator(device, num_shards)
+    vocab_size, rows = 1501, 8
+    width = -(-vocab_size // num_shards)
+    logits = normal(rng, rows, vocab_size, dtype=torch.float32)
+    logits[0] = -1.0
+    logits[0, [700, 77, 1490]] = 2.0
+    logits[1] = -math.inf
+    logits[2] = NAN
+    logits[2, 1500] = -1e30
+    logits[3] = -5.0
+    logits[3, 30], logits[3, 1400] = -0.0, 0.0
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    temperature = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.5, 3.0], device=device)
+    seeds, num_tokens = torch.arange(rows, device=device) * 7**20, slots * 5 + 3
+    expected = impl.gumbel_argmax(logits, temperature, seeds, num_tokens.long()).tolist()
+    assert expected[:4] == [77, 0, 1500, 30]
+    parts = []
+    for shard in range(num_shards + 1):
+        start = min(shard * width, vocab_size)
+        part = logits[:, start : start + width]
+        parts.append(impl.slot_argmax(part, slots, num_tokens, temperature, seeds, shard * width))
+    assert winners(impl, torch.stack(parts).amax(dim=0)) == expected
+
+
 def check_token_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
     rng = generator(device, rows, vocab_size)
     logits = normal(rng, rows, vocab_size, dtype=dtype) * 4
@@ -575,4 +683,5 @@ SPANS = (
     [(5, 132), (3, 0), (31, 31), (1, 1)],
 )
 PRODUCTS = ((1, 32, 64), (3, 40, 100), (17, 64, 129), (33, 16, 48))  # tokens, rows of the weight, columns
+BATCHES = (1, 7, 256, 300)
 VOCABULARIES = ((1, 5, 0), (3, 100, 7), (5, 1001, 128), (2, 4099, 4094))  # rows, vocab_size, vocab_start

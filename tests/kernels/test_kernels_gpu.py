@@ -120,6 +120,28 @@ def test_gumbel_argmax_equals_the_noise_of_the_definition(dtype, rows, vocab_siz
     checks.check_gumbel_argmax(gpu, "cuda", dtype, min(rows, 8), vocab_size, vocab_start)
 
 
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), [*checks.VOCABULARIES, (5, 20000, 75966)])
+def test_slot_argmax_equals_gumbel_argmax_of_the_slots(dtype, rows, vocab_size, vocab_start):
+    checks.check_slot_argmax(gpu, "cuda", dtype, rows, vocab_size, vocab_start)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
+def test_the_largest_key_of_all_shards_is_the_winner_of_the_whole(num_shards):
+    checks.check_keys_of_shards(gpu, "cuda", num_shards)
+
+
+@pytest.mark.parametrize("rows", checks.BATCHES)
+def test_cgr_01_decode_inputs_and_advance_leave_padding_alone(rows):
+    checks.check_decode_inputs(gpu, "cuda", rows)
+    checks.check_advance(gpu, "cuda", rows)
+
+
+@pytest.mark.parametrize("max_seq_len", [64, 300, 40960])
+def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
+    checks.check_decode(gpu, "cuda", torch.float32, [1, 64, 0, 33], (4, 2), 64, 16, max_seq_len=max_seq_len)
+
+
 def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
     checks.check_greedy_ties_and_masks(gpu, "cuda")
 

@@ -110,6 +110,23 @@ def test_gumbel_argmax_equals_the_noise_of_the_definition(dtype, rows, vocab_siz
     checks.check_gumbel_argmax(reference, "cpu", dtype, rows, vocab_size, vocab_start)
 
 
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
+def test_slot_argmax_equals_gumbel_argmax_of_the_slots(dtype, rows, vocab_size, vocab_start):
+    checks.check_slot_argmax(reference, "cpu", dtype, rows, vocab_size, vocab_start)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_the_largest_key_of_all_shards_is_the_winner_of_the_whole(num_shards):
+    checks.check_keys_of_shards(reference, "cpu", num_shards)
+
+
+@pytest.mark.parametrize("rows", checks.BATCHES)
+def test_cgr_01_decode_inputs_and_advance_leave_padding_alone(rows):
+    checks.check_decode_inputs(reference, "cpu", rows)
+    checks.check_advance(reference, "cpu", rows)
+
+
 def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
     checks.check_greedy_ties_and_masks(reference, "cpu")
 

@@ -12,7 +12,7 @@ import triton.language as tl  # noqa: E402
 
 from qwen_engine.kernels import gpu, reference  # noqa: E402
 from qwen_engine.kernels.gpu import filters, tiled_linear  # noqa: E402
-from qwen_engine.kernels.gpu.decode import choose_num_splits  # noqa: E402
+from qwen_engine.kernels.gpu.decode import choose_num_splits, splits_to_fill  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
@@ -120,14 +120,42 @@ def test_penalties_equal_their_formula(rows, vocab_size):
 
 @dtypes
 @pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
+def test_slot_argmax_equals_gumbel_argmax_of_the_slots(dtype, rows, vocab_size, vocab_start):
+    checks.check_slot_argmax(gpu, "cpu", dtype, rows, vocab_size, vocab_start)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_the_largest_key_of_all_shards_is_the_winner_of_the_whole(num_shards):
+    checks.check_keys_of_shards(gpu, "cpu", num_shards)
+
+
+@pytest.mark.parametrize("rows", checks.BATCHES)
+def test_cgr_01_decode_inputs_and_advance_leave_padding_alone(rows):
+    checks.check_decode_inputs(gpu, "cpu", rows)
+    checks.check_advance(gpu, "cpu", rows)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, vocab_start):
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
 
 
 def test_number_of_splits_fills_the_device_and_bounds_the_longest_program():
     sms = 132
-    assert choose_num_splits(1, 8, 4096, sms) * 8 >= 3 * sms
-    assert choose_num_splits(256, 8, 1024, sms) == 1
-    assert choose_num_splits(256, 8, 16384, sms) == 8
-    assert choose_num_splits(1, 1, 1, sms) == 1
-    assert choose_num_splits(4, 8, 0, sms) == 1
+    fill = splits_to_fill(1, 8, sms)
+    assert fill * 8 >= 3 * sms
+    # A graph's bound is the context limit; what a short row uses of the grid is decided on the device.
+    assert choose_num_splits(fill, 4096) == choose_num_splits(fill, 40960) == fill
+    assert splits_to_fill(256, 8, sms) == 1
+    assert choose_num_splits(1, 1024) == 1
+    assert choose_num_splits(1, 16384) == 8
+    assert choose_num_splits(fill, 1) == 1
+    assert choose_num_splits(fill, 0) == 1
+    assert choose_num_splits(fill, 2**30) == 128
+
+
+@pytest.mark.parametrize("max_seq_len", [64, 300, 4096])
+def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
+    """Short rows under a long bound: most of the grid has nothing to do, and its outputs stay unread."""
+    checks.check_decode(gpu, "cpu", torch.float32, [1, 64, 0, 33], (4, 2), 64, 16, max_seq_len=max_seq_len)

@@ -20,7 +20,10 @@ _WAIT_SLICE = timedelta(milliseconds=50)
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
-    """Rank `rank` of `size`. `process_group` does the communication; None for a single rank."""
+    """Rank `rank` of `size`. `process_group` does the communication; None for a single rank.
+
+    Collectives of GPUs run on the current stream (asyncOp off), so that a captured graph has them in line.
+    """
 
     rank: int = 0
     size: int = 1
@@ -28,24 +31,35 @@ class TPGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over all ranks, in place."""
-        if self.process_group is not None:
-            _finish(self.process_group.allreduce([x]), x)
-        return x
+        return self._reduce(x, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """Maximum of `x` over all ranks, in place."""
+        return self._reduce(x, dist.ReduceOp.MAX)
 
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] on each rank → [..., size * n], in rank order, on every rank."""
         if self.process_group is None:
             return x
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        _finish(self.process_group.allgather([parts], [x.contiguous()]), x)
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        _finish(self.process_group.allgather([parts], [x.contiguous()], options), x)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """`x` of rank 0, in place, on every rank."""
         if self.process_group is not None:
             options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
+            options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
             _finish(self.process_group.broadcast([x], options), x)
+        return x
+
+    def _reduce(self, x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
+        if self.process_group is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp, options.asyncOp = op, False
+            _finish(self.process_group.allreduce([x], options), x)
         return x
 
     def abort(self) -> None:

@@ -1,5 +1,7 @@
 """The engine's heart: one scheduler, one model, and the loop that moves requests forward.
 
+Runs as many steps ahead as the executor allows: while the device computes step N, step N+1 is planned and launched.
+What a step brings to a request that ended meanwhile is dropped, and an engine without requests has no step in flight.
 Knows token ids only; text is the business of `frontend`. Not thread-safe: one caller drives it.
 """
 
@@ -8,11 +10,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_engine.config import EngineConfig, ModelConfig
-from qwen_engine.engine.executor import Executor
+from qwen_engine.engine.executor import Executor, LaunchedStep
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import serve
@@ -58,6 +61,15 @@ class TokenOutput:
         return self.request.scheduled_time
 
 
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """owners: by slot at the launch, the requests that ask for prompt logprobs."""
+
+    step: int
+    launched: LaunchedStep
+    owners: dict[int, Request]
+
+
 class EngineCore:
     """A model that generates. Construction loads the weights and sizes the KV cache."""
 
@@ -73,6 +85,7 @@ class EngineCore:
             # Started by torchrun as a rank that does not drive: this process belongs to the engine until it ends.
             serve(self.setup, ranks.open_store(), rank=ranks.rank, host=ranks.host)
             sys.exit(0)
+        self._in_flight: deque[_StepInFlight] = deque()  # oldest first
         self._executor: Executor | None = Executor(self.setup)
         num_blocks = self._executor.num_kv_blocks
         if num_blocks * config.block_size < self.max_model_len:
@@ -83,8 +96,9 @@ class EngineCore:
             )
         self.scheduler = self._new_scheduler(num_blocks)
         logger.info(
-            "ready in %.1f s: %s on %s, %s, KV cache of %d blocks (%d tokens)",
+            "ready in %.1f s (%s): %s on %s, %s, KV cache of %d blocks (%d tokens)",
             time.perf_counter() - start,
+            ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._executor.phases_s.items()),
             config.model,
             self.setup.device,
             str(self.setup.dtype).removeprefix("torch."),
@@ -126,23 +140,30 @@ class EngineCore:
     def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request early (an abort, or a stop string found in its text). Unknown ids are ignored."""
         self.scheduler.finish(request_id, reason, stop_reason)
+        self._drop_useless_steps()
 
     def step(self) -> list[TokenOutput]:
-        """Runs one step and returns what it brought; empty when there is nothing to do."""
+        """Launches what can be launched, waits for the oldest step in flight and returns what it brought.
+
+        Empty when there is nothing to do.
+        """
         if self._executor is None:
             raise EngineDeadError("the engine is closed; create a new one")
         try:
-            plan = self.scheduler.schedule()
-            if plan is None:
+            while len(self._in_flight) < self._executor.max_steps_in_flight and self._launch_next():
+                pass
+            if not self._in_flight:
                 return []
-            owners = {request.slot: request for request in self.scheduler.running}
-            result = self._executor.execute(plan)
-            sampled = self.scheduler.apply(plan.step, result.token_ids)
+            oldest = self._in_flight.popleft()
+            result = self._executor.wait(oldest.launched)
+            sampled = self.scheduler.apply(oldest.step, result.token_ids)
+            self._drop_useless_steps()
         except BaseException:
             self.reset()
             raise
         outputs = [
-            TokenOutput(owners[slot], None, prompt_logprobs=part) for slot, part in result.prompt_logprobs.items()
+            TokenOutput(oldest.owners[slot], None, prompt_logprobs=part)
+            for slot, part in result.prompt_logprobs.items()
         ]
         for row, request in enumerate(sampled):
             if request is not None:
@@ -158,6 +179,7 @@ class EngineCore:
         for request in self.scheduler.requests.values():
             request.status = RequestStatus.FINISHED
             request.finish_reason = "abort"
+        self._forget_steps()
         self.scheduler = self._new_scheduler(self.scheduler.block_manager.num_blocks)
 
     def reset_prefix_cache(self) -> None:
@@ -171,6 +193,29 @@ class EngineCore:
         self.reset()
         self._executor.close()
         self._executor = None
+
+    def _launch_next(self) -> bool:
+        """Plans and launches a step; False when no request can move before a step in flight is applied."""
+        assert self._executor is not None
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        owners: dict[int, Request] = {}
+        if self.scheduler.num_with_prompt_logprobs:
+            owners = {r.slot: r for r in self.scheduler.running if r.params.prompt_logprobs is not None}
+        self._in_flight.append(_StepInFlight(plan.step, self._executor.launch(plan), owners))
+        return True
+
+    def _drop_useless_steps(self) -> None:
+        """Without live requests, what is in flight concerns nobody: its rows had ended when it was launched ahead."""
+        if self._in_flight and not self.scheduler.has_work:
+            self._forget_steps()
+            self.scheduler.drop_launched()
+
+    def _forget_steps(self) -> None:
+        self._in_flight.clear()
+        if self._executor is not None:
+            self._executor.forget_steps()
 
     def _new_scheduler(self, num_blocks: int) -> Scheduler:
         config = self.config

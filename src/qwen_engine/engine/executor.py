@@ -1,6 +1,7 @@
-"""Rank 0's hands: executes a plan on its own shard and on every worker rank.
+"""Rank 0's hands: launches a plan on its own shard and on every worker rank, and waits for what it brings.
 
-With one rank there are no processes, no sockets and no messages. The engine core is the only caller.
+Steps run in the order they are launched. With one rank there are no processes, no sockets and no messages. The engine
+core is the only caller.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from qwen_engine.distributed.tp_group import LOOPBACK, TPGroup, open_store
 from qwen_engine.distributed.tp_group import connect as connect_ranks
 from qwen_engine.engine.channel import open_publisher
-from qwen_engine.engine.model_runner import StepOutput
+from qwen_engine.engine.model_runner import StepOutput, StepResult
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import STOP
@@ -32,6 +35,20 @@ T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 3600.0
+STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
+"""By device: most steps launched before the first is waited for. A CPU has computed a step when its launch returns, so
+that running ahead would only delay its tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step that has been given to the ranks. `result` is None until this rank has launched its share."""
+
+    deadline: float  # on the clock of time.monotonic
+    result: StepResult | None = None
+
+    def is_done(self) -> bool:
+        return self.result is not None and self.result.is_done()
 
 
 class _DeferredInterrupt:
@@ -72,21 +89,30 @@ class Executor:
 
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
+        self.max_steps_in_flight = STEPS_IN_FLIGHT[setup.device.type]
+        self._last: LaunchedStep | None = None
         self._workers: WorkerGroup | None = None
         self._publisher = None
         self._store: dist.Store | None = None
         self._store_server: dist.TCPStore | None = None
+        self.phases_s: dict[str, float] = {}
+        """Seconds of each part of the start, in order."""
         self._tp = TPGroup()
         try:
             if setup.config.tensor_parallel_size == 1:
-                self.runner = setup.load_runner(self._tp)
-                self.num_kv_blocks = setup.num_kv_blocks(self.runner)
+                with self._phase("load"):
+                    self.runner = setup.load_runner(self._tp)
+                with self._phase("profile"):
+                    self.num_kv_blocks = setup.num_kv_blocks(self.runner)
             else:
                 self._start_ranks()
-            self.runner.allocate_kv_cache(self.num_kv_blocks)
-            if self._workers is not None:
-                self._wait_for_keys("ready", LOAD_TIMEOUT_S)
-                self._workers.announces = True
+            with self._phase("KV cache"):
+                self.runner.allocate_kv_cache(self.num_kv_blocks)
+            with self._phase("graphs"):
+                self._watched(self.runner.capture_graphs)
+                if self._workers is not None:
+                    self._wait_for_keys("ready", LOAD_TIMEOUT_S)
+                    self._workers.announces = True
         except BaseException:
             self.close(timeout_s=0.0)
             raise
@@ -101,28 +127,59 @@ class Executor:
         if self._workers is not None:
             self._workers.check()
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Runs a step on all ranks. Raises EngineDeadError if a rank fails or the step does not end in time."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts a step on all ranks. Raises EngineDeadError if a rank has failed."""
+        launched = LaunchedStep(time.monotonic() + self._setup.config.step_timeout_s)
         if self._workers is None:
-            return self.runner.execute(plan).wait()
+            launched.result = self.runner.execute(plan)
+            return launched
         self._workers.check()
+        with self._all_ranks_in_step(self._workers):
+            self._last = launched
+            self._workers.in_flight.append(launched)
+            self._publisher.publish(encode_plan(plan))
+            launched.result = self.runner.execute(plan)
+        return launched
+
+    def wait(self, launched: LaunchedStep) -> StepOutput:
+        """What a step brought; the oldest comes first. EngineDeadError if a rank fails or it does not end in time."""
+        assert launched.result is not None
+        if self._workers is None:
+            return launched.result.wait()
+        with self._all_ranks_in_step(self._workers):
+            output = launched.result.wait(self._workers.check)
+            self._workers.in_flight.remove(launched)
+        return output
+
+    def forget_steps(self) -> None:
+        """Nobody will wait for the steps in flight."""
+        if self._workers is not None:
+            self._workers.in_flight.clear()
+
+    @contextlib.contextmanager
+    def _all_ranks_in_step(self, workers: WorkerGroup) -> Iterator[None]:
+        """Ctrl-C waits for the end of the block; anything else that breaks it off ends the engine with its reason."""
         with _DeferredInterrupt() as interrupt:
             try:
-                with self._workers.step_deadline(self._setup.config.step_timeout_s):
-                    self._publisher.publish(encode_plan(plan))
-                    output = self.runner.execute(plan).wait(self._workers.check)
+                yield
             except BaseException as error:
                 # Whatever it was, the ranks no longer stand at the same step.
-                reason = self._workers.fail_with(error)
+                reason = workers.fail_with(error)
+                self.runner.release_graphs()
                 self._tp.abort()
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 raise EngineDeadError(reason) from error
         interrupt.deliver()
-        return output
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stops the workers and frees this rank's memory; safe to call twice."""
+        deadline = time.monotonic() + timeout_s
+        while self._last is not None and not self._last.is_done() and time.monotonic() < deadline:
+            if self._workers is None or self._workers.failure is not None:
+                break
+            time.sleep(0.001)  # a step nobody waited for: ranks that stop inside a collective would have to be killed
+        self._last = None
         self.runner = None
         if self._workers is not None:
             if self._publisher is not None and self._workers.failure is None and timeout_s > 0:
@@ -142,6 +199,27 @@ class Executor:
     def _start_ranks(self) -> None:
         setup, ranks = self._setup, TorchrunRank.current()
         size = setup.config.tensor_parallel_size
+        with self._phase("ranks"):
+            host = self._meet_ranks(ranks)
+            timeout_s = 2 * setup.config.step_timeout_s  # the watch over the step comes first
+            self._tp = self._watched(
+                lambda: connect_ranks(
+                    self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s, host=host
+                )
+            )
+        with self._phase("load"):
+            self.runner = setup.load_runner(self._tp, self._workers.check)
+        with self._phase("profile"):
+            blocks = self._watched(lambda: setup.num_kv_blocks(self.runner))
+            self._wait_for_keys("kv_blocks", LOAD_TIMEOUT_S)
+            others = [int(self._store.get(f"kv_blocks/{rank}")) for rank in range(1, size)]
+            self.num_kv_blocks = min(blocks, *others)
+            self._store.set("num_kv_blocks", str(self.num_kv_blocks))
+
+    def _meet_ranks(self, ranks: TorchrunRank | None) -> str:
+        """Starts the workers, or finds torchrun's, and opens the channel to them: this host's address for both."""
+        setup = self._setup
+        size = setup.config.tensor_parallel_size
         if ranks is None:
             self._store_server = open_store(size)
             port = self._store_server.port
@@ -156,16 +234,13 @@ class Executor:
         self._store.set("channel", self._publisher.address)
         # Ranks of other hosts may have to download the model first.
         self._wait_for_keys("started", START_TIMEOUT_S if ranks is None else LOAD_TIMEOUT_S)
-        timeout_s = 2 * setup.config.step_timeout_s  # the watch over the step comes first
-        self._tp = self._watched(
-            lambda: connect_ranks(self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s, host=host)
-        )
-        self.runner = setup.load_runner(self._tp, self._workers.check)
-        blocks = self._watched(lambda: setup.num_kv_blocks(self.runner))
-        self._wait_for_keys("kv_blocks", LOAD_TIMEOUT_S)
-        others = [int(self._store.get(f"kv_blocks/{rank}")) for rank in range(1, size)]
-        self.num_kv_blocks = min(blocks, *others)
-        self._store.set("num_kv_blocks", str(self.num_kv_blocks))
+        return host
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phases_s[name] = time.perf_counter() - start
 
     def _wait_for_keys(self, name: str, timeout_s: float) -> None:
         """Waits until every worker has set `name/rank` in the store."""
@@ -174,6 +249,8 @@ class Executor:
 
     def _watched(self, call: Callable[[], T]) -> T:
         """Runs a call that may wait for other ranks inside C++, and gives up on it when a worker fails."""
+        if self._workers is None:
+            return call()
         results: list[T] = []
         errors: list[BaseException] = []
 

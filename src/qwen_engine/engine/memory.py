@@ -18,12 +18,13 @@ def dtype_bytes(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=dtype).element_size()
 
 
-def gpu_kv_bytes(*, free_bytes: int, total_bytes: int, activation_bytes: int, utilization: float) -> int:
-    """KV bytes of a GPU, measured once, after weights and tables exist.
+def gpu_kv_bytes(*, free_bytes: int, total_bytes: int, step_bytes: int, utilization: float) -> int:
+    """KV bytes of a GPU, measured once, after weights and tables exist: free - total * (1 - utilization) - step.
 
-    What is free now, less the share of the card the user keeps for others, less what a full step needs on top.
+    What is free now, less the share of the card the user keeps for others, less what steps take on top: the activations
+    of the largest one and the CUDA graphs (`ModelRunner.profile`).
     """
-    return max(0, int(free_bytes - total_bytes * (1 - utilization) - activation_bytes))
+    return max(0, int(free_bytes - total_bytes * (1 - utilization) - step_bytes))
 
 
 def cpu_kv_bytes(*, available_bytes: int, useful_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""One rank's share of a step: slot tables, forward pass, sampling.
+"""One rank's share of a step: forward pass and sampling over the slot tables.
 
-The runner mirrors on its device what the scheduler knows of every running request, and is told only what changed
-(`StepPlan`). Sampled tokens are written into the token table on the device and feed the next step from there; their
-values reach the host later, through `StepResult`. Steps run in the order they are given.
+A step in which every row decodes one token goes to `DecodeStep`; any other runs here, eagerly, over the same tables.
+Sampled tokens are written into the token table on the device and feed the next step from there; their values reach the
+host later, through `StepResult`. Steps run in the order they are given.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ import torch
 
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.engine.cuda_graphs import CudaGraphs
+from qwen_engine.engine.decode_step import DecodeStep
+from qwen_engine.engine.slot_tables import SlotTables
+from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.attention import AttentionMetadata
-from qwen_engine.layers.sampler import SamplingTables, SlotSampling, TopLogprobs, top_logprobs
+from qwen_engine.layers.sampler import TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import Logprob, PositionLogprobs, SamplingParams
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
@@ -57,6 +61,9 @@ class StepResult:
         if token_ids.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
+
+    def is_done(self) -> bool:
+        return self._event is None or self._event.query()
 
     def wait(self, check: Callable[[], None] | None = None) -> StepOutput:
         """The values, once they are on the host. `check` is called while waiting; what it raises ends the wait."""
@@ -101,7 +108,11 @@ class _HostLogprobs:
 
 
 class ModelRunner:
-    """Owns the model, the KV cache and the slot tables of one rank."""
+    """Owns the model, the KV cache and the slot tables of one rank.
+
+    graph_sizes: batch sizes that decode steps are captured at, as CUDA graphs, and padded to; with none every step runs
+    eagerly, at its own size.
+    """
 
     def __init__(
         self,
@@ -114,6 +125,7 @@ class ModelRunner:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        graph_sizes: Sequence[int] = (),
         check_agreement: bool = False,
     ) -> None:
         self.model = model
@@ -124,18 +136,24 @@ class ModelRunner:
         self.dtype = dtype
         self.block_size = block_size
         self.max_model_len = max_model_len
-        max_blocks = -(-max_model_len // block_size)
-        self.token_table = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
-        self.sampling = SamplingTables(max_num_seqs, config.vocab_size, device)
+        self.tables = SlotTables(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            vocab_size=config.vocab_size,
+            device=device,
+        )
+        self.sampler = TokenSampler(model.lm_head, self.tables, tp)
+        self.decode = DecodeStep(
+            model,
+            self.tables,
+            self.sampler,
+            sizes=graph_sizes,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            dtype=dtype,
+        )
         self.kv_cache: torch.Tensor | None = None
-        # Host mirrors, by slot: known tokens (sampled ones included; 0 in an empty slot), tokens with KV, blocks,
-        # prompt length.
-        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # -1: not asked for
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocates [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; its content is never read before
@@ -149,10 +167,13 @@ class ModelRunner:
             self.block_size,
             self.config.head_dim,
         )
-        self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.kv_cache = self.decode.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def profile(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Peak bytes that the largest step takes beyond what is allocated now (CUDA only). Uses a pool of one block."""
+        """Bytes that steps take beyond what is allocated now (CUDA only). Uses a pool of one block.
+
+        The peak of the largest eager step, plus the graphs, which keep memory of their own (`CudaGraphs.measure`).
+        """
         self.allocate_kv_cache(num_blocks=1)
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         length = min(max_num_batched_tokens // num_seqs, self.max_model_len - 1)
@@ -171,41 +192,65 @@ class ModelRunner:
             )
             for slot in range(num_seqs)
         ]
-        plan = StepPlan(step=0, slots=list(range(num_seqs)), num_tokens=[length] * num_seqs, added=added)
+        slots = list(range(num_seqs))
+        plan = StepPlan(step=0, slots=slots, num_tokens=[length] * num_seqs, added=added)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.execute(plan).wait()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        self.kv_cache = None
-        return peak - before
+        self.execute(plan)
+        torch.cuda.synchronize(self.device)
+        activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
+        self.tables.known_tokens[slots] = 0  # the slots are empty again
+        graph_bytes = self._graph_bytes()
+        self.kv_cache = self.decode.kv_cache = None
+        return activation_bytes + graph_bytes
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Launches a step. Nothing here waits for the device."""
+    def capture_graphs(self) -> None:
+        """Captures the decode step at every size, where there are any and the device is a GPU; the KV cache exists."""
+        if not self._captures:
+            return
+        with self._on_device():
+            self.decode.clear()
+            graphs = CudaGraphs(self.device)
+            graphs.capture(self.decode.calls, self.decode.sizes)
+            self.decode.graphs = graphs
+
+    def release_graphs(self) -> None:
+        """Frees the graphs: a communicator that they use cannot end before them. No step can follow."""
+        self.decode.graphs = None
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Launches a step. Nothing here waits for the device. None on all ranks but the first."""
         with self._on_device():
             return self._execute(plan)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        self._apply_deltas(plan)
+    def _execute(self, plan: StepPlan) -> StepResult | None:
+        tables = self.tables
+        tables.apply(plan)
         slots = np.array(plan.slots, dtype=np.int64)
         counts = np.array(plan.num_tokens, dtype=np.int64)
-        if not self._num_tokens[slots].all():
+        known = tables.known_tokens[slots]
+        if not known.all():
             raise QwenEngineError(f"step {plan.step} computes a slot of {plan.slots} that holds no request")
-        starts = self._num_computed[slots]
-        ends = starts + counts
-        sampling_rows = np.flatnonzero(ends == self._num_tokens[slots])
-        metadata = self._metadata(slots, counts, starts, ends)
         assert self.kv_cache is not None
-        hidden = self.model(self.token_table, metadata, self.kv_cache)
-        last = np.cumsum(counts) - 1
-        prompt_logprobs = self._prompt_logprobs(hidden, slots, starts, ends, first=last - counts + 1)
-        sampled_slots = slots[sampling_rows]
-        token_ids, logprobs = self._sample(hidden, last[sampling_rows], sampled_slots, ends[sampling_rows])
+        starts = tables.computed_tokens[slots]
+        ends = starts + counts
+        samples = ends == known
+        sampled_slots = slots[samples]
+        prompt_logprobs: dict[int, tuple[int, list[_HostLogprobs]]] = {}
+        if samples.all() and (counts == 1).all():
+            token_ids, logits = self.decode.run(plan.slots)
+        else:
+            hidden = self.model(tables.token_table, self._metadata(slots, counts, starts, ends), self.kv_cache)
+            last = np.cumsum(counts) - 1
+            prompt_logprobs = self._prompt_logprobs(hidden, slots, starts, ends, first=last - counts + 1)
+            token_ids, logits = self._choose(hidden, last[samples], sampled_slots)
+        logprobs = self._sampled_logprobs(token_ids, logits, sampled_slots)
         if self.check_agreement:
             self._check_agreement(plan, starts, token_ids)
-        self._num_computed[slots] = ends
-        self._num_tokens[sampled_slots] += 1
-        return StepResult(token_ids, logprobs, prompt_logprobs)
+        tables.computed(slots, ends, sampled_slots)
+        return None if self.tp.rank else StepResult(token_ids, logprobs, prompt_logprobs)
 
     def _check_agreement(self, plan: StepPlan, starts: np.ndarray, token_ids: torch.Tensor) -> None:
         """Raises QwenEngineError if the ranks differ in the rows they computed or the tokens they hold."""
@@ -215,34 +260,35 @@ class ModelRunner:
         if len(set(digests)) > 1:
             raise QwenEngineError(f"ranks disagree about step {plan.step}: digests of rows and tokens are {digests}")
 
-    def _sample(
-        self, hidden: torch.Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
-    ) -> tuple[torch.Tensor, tuple[np.ndarray, _HostLogprobs] | None]:
-        """Samples the next token of `slots` from the hidden states at `rows`; they stand at `positions`."""
+    def _choose(
+        self, hidden: torch.Tensor, rows: np.ndarray, slots: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Chooses the next token of `slots` from the hidden states at `rows`: (ids, this rank's part of the logits)."""
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         if not len(rows):
-            return torch.empty(0, dtype=torch.int64, device=self.device), None
-        device_rows, device_slots, device_positions = self._to_device(np.stack((rows, slots, positions))).unbind(0)
-        logits = self.model.logits(hidden[device_rows])
-        if self.tp.rank == 0:
-            token_ids = self.sampling.sample(
-                logits,
-                slots=slots,
-                device_slots=device_slots,
-                positions=device_positions,
-                token_table=self.token_table,
-            )
-        else:
-            token_ids = torch.empty_like(device_rows)
-        self.tp.broadcast(token_ids)
-        self.token_table[device_slots, device_positions] = token_ids.to(torch.int32)
-        asked = self.sampling.logprob_rows(slots)
-        if not len(asked) or self.tp.rank:
             return token_ids, None
-        device_asked = self._to_device(asked)
-        num_top = self.sampling.num_logprobs(slots[asked])
+        device_rows, device_slots = self.tables.to_device(np.stack((rows, slots))).unbind(0)
+        logits = self.model.logits_shard(hidden[device_rows])
+        if self.sampler.is_plain(slots):
+            self.sampler.choose_plain(logits, device_slots.int(), token_ids)
+        else:
+            self.sampler.choose(logits, device_slots.int(), slots, token_ids)
+        return token_ids, logits
+
+    def _sampled_logprobs(
+        self, token_ids: torch.Tensor, logits: torch.Tensor | None, slots: np.ndarray
+    ) -> tuple[np.ndarray, _HostLogprobs] | None:
+        """Log-probabilities of the chosen tokens, for the rows that ask for them; logits: this rank's columns."""
+        asked = self.tables.sampling.logprob_rows(slots)
+        if not len(asked) or logits is None:
+            return None
+        device_asked = self.tables.to_device(asked)
+        whole = self.model.lm_head.gather(logits[device_asked])
+        if self.tp.rank:
+            return None  # only there to give its part of the logits
+        num_top = self.tables.sampling.num_logprobs(slots[asked])
         chosen = token_ids[device_asked]
-        values = top_logprobs(logits[device_asked], chosen, max(num_top))
-        return token_ids, (asked, _HostLogprobs(chosen, values, num_top))
+        return asked, _HostLogprobs(chosen, top_logprobs(whole, chosen, max(num_top)), num_top)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, first: np.ndarray
@@ -252,65 +298,24 @@ class ModelRunner:
         Position p predicts the token at p + 1; `first` is the row of `hidden` where each plan row starts.
         """
         results: dict[int, tuple[int, list[_HostLogprobs]]] = {}
-        for row in np.flatnonzero(self._num_prompt_logprobs[slots] >= 0):
+        for row in np.flatnonzero(self.tables.prompt_logprobs[slots] >= 0):
             slot, start = int(slots[row]), int(starts[row])
-            stop = min(int(ends[row]), int(self._num_prompt[slot]) - 1)
-            num_top = int(self._num_prompt_logprobs[slot])
+            stop = min(int(ends[row]), int(self.tables.prompt_tokens[slot]) - 1)
+            num_top = int(self.tables.prompt_logprobs[slot])
             parts = []
             for low in range(start, stop, PROMPT_LOGPROB_ROWS):
                 high = min(low + PROMPT_LOGPROB_ROWS, stop)
                 offset = int(first[row]) - start
-                logits = self.model.logits(hidden[offset + low : offset + high])
+                shard = self.model.logits_shard(hidden[offset + low : offset + high])
+                logits = self.model.lm_head.gather(shard)
                 if self.tp.rank:
                     continue  # only there to give its part of the logits
-                token_ids = self.token_table[slot, low + 1 : high + 1].to(torch.int64)
+                token_ids = self.tables.token_table[slot, low + 1 : high + 1].to(torch.int64)
                 values = top_logprobs(logits, token_ids, num_top)
                 parts.append(_HostLogprobs(token_ids, values, [num_top] * (high - low)))
             if parts:
                 results[slot] = (start + 1, parts)
         return results
-
-    def _apply_deltas(self, plan: StepPlan) -> None:
-        self._num_tokens[plan.freed_slots] = 0
-        if plan.added:
-            self._add(plan.added)
-        if plan.new_blocks:
-            slots, blocks = (np.array(column, dtype=np.int64) for column in zip(*plan.new_blocks))
-            columns = self._num_blocks[slots]
-            indices = slots * self.block_tables.shape[1] + columns
-            self._scatter(self.block_tables, indices, blocks)
-            self._num_blocks[slots] += 1
-
-    def _add(self, added: Sequence[SlotInit]) -> None:
-        for entry in added:
-            slot = entry.slot
-            self._num_tokens[slot] = len(entry.token_ids)
-            self._num_computed[slot] = entry.num_computed_tokens
-            self._num_blocks[slot] = len(entry.block_ids)
-            self._num_prompt[slot] = entry.num_prompt_tokens
-            wanted = entry.params.prompt_logprobs
-            self._num_prompt_logprobs[slot] = -1 if wanted is None else wanted
-        for table, values in (
-            (self.token_table, [np.asarray(entry.token_ids, dtype=np.int64) for entry in added]),
-            (self.block_tables, [np.asarray(entry.block_ids, dtype=np.int64) for entry in added]),
-        ):
-            width = table.shape[1]
-            indices = [entry.slot * width + np.arange(len(row)) for entry, row in zip(added, values)]
-            self._scatter(table, np.concatenate(indices), np.concatenate(values))
-        self.sampling.set(
-            [
-                SlotSampling(
-                    slot=entry.slot,
-                    params=entry.params,
-                    seed=entry.seed,
-                    token_ids=entry.token_ids,
-                    num_prompt_tokens=entry.num_prompt_tokens,
-                    stop_ids=entry.stop_ids,
-                    bad_word_ids=entry.bad_word_ids,
-                )
-                for entry in added
-            ]
-        )
 
     def _metadata(
         self, slots: np.ndarray, counts: np.ndarray, starts: np.ndarray, ends: np.ndarray
@@ -323,15 +328,15 @@ class ModelRunner:
         positions = np.arange(num_tokens) - np.repeat(offsets - starts, counts)
         query_start = np.append(offsets[num_decodes:], num_tokens) - num_decodes
         parts = (token_slots, positions, ends, slots[num_decodes:], query_start)
-        packed = self._to_device(np.concatenate(parts).astype(np.int32))
+        packed = self.tables.to_device(np.concatenate(parts).astype(np.int32))
         device_slots, device_positions, device_ends, chunk_slots, device_starts = packed.split([len(p) for p in parts])
         return AttentionMetadata(
             token_slots=device_slots,
             positions=device_positions,
-            block_tables=self.block_tables,
+            block_tables=self.tables.block_tables,
             num_decodes=num_decodes,
             decode_seq_lens=device_ends[:num_decodes],
-            max_decode_len=int(ends[:num_decodes].max(initial=0)),
+            max_decode_len=self.max_model_len,
             chunk_slots=chunk_slots,
             query_start=device_starts,
             chunk_seq_lens=device_ends[num_decodes:],
@@ -343,21 +348,22 @@ class ModelRunner:
         """Kernels are launched on the current CUDA device, which need not be this rank's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _scatter(self, table: torch.Tensor, flat_indices: np.ndarray, values: np.ndarray) -> None:
-        """table.view(-1)[flat_indices] = values, from the host, in two copies."""
-        indices, new = self._to_device(np.stack((flat_indices, values))).unbind(0)
-        table.view(-1)[indices] = new.to(table.dtype)
+    @property
+    def _captures(self) -> bool:
+        return bool(self.decode.sizes) and self.device.type == "cuda"
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+    @torch.inference_mode()
+    def _graph_bytes(self) -> int:
+        if not self._captures:
+            return 0
+        with self._on_device():
+            self.decode.clear()
+            return CudaGraphs(self.device).measure(self.decode.calls, self.decode.sizes)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, started but not waited for; pinned when it comes from a GPU."""
+    """A copy on the host, started but not waited for; in pinned memory, which is reused, when it comes from a GPU."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

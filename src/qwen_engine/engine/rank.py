@@ -12,6 +12,7 @@ import torch
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine import memory
+from qwen_engine.engine.cuda_graphs import graph_sizes
 from qwen_engine.engine.model_runner import ModelRunner
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.errors import ConfigError
@@ -79,6 +80,7 @@ class RankSetup:
             block_size=config.block_size,
             dtype=self.dtype,
             device=self.device,
+            graph_sizes=decode_sizes(config, self.device),
             check_agreement=config.debug_checks and tp.size > 1,
         )
 
@@ -90,7 +92,7 @@ class RankSetup:
         )
         kv_bytes = config.kv_cache_bytes
         if kv_bytes is None and self.device.type == "cuda":
-            activation_bytes = runner.profile(
+            step_bytes = runner.profile(
                 max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
             )
             torch.cuda.empty_cache()
@@ -98,7 +100,7 @@ class RankSetup:
             kv_bytes = memory.gpu_kv_bytes(
                 free_bytes=free_bytes,
                 total_bytes=total_bytes,
-                activation_bytes=activation_bytes,
+                step_bytes=step_bytes,
                 utilization=config.gpu_memory_utilization,
             )
         elif kv_bytes is None:
@@ -107,6 +109,13 @@ class RankSetup:
                 available_bytes=memory.available_host_bytes(), useful_bytes=useful_tokens * bytes_per_token
             )
         return memory.num_kv_blocks(kv_bytes=kv_bytes, bytes_per_token=bytes_per_token, block_size=config.block_size)
+
+
+def decode_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """Sizes that decode steps are captured at and padded to; none when all run eagerly."""
+    if config.enforce_eager or device.type != "cuda":
+        return ()
+    return graph_sizes(config.max_num_seqs)
 
 
 def resolve_device(name: str, *, local_rank: int = 0, num_ranks: int = 1) -> torch.device:

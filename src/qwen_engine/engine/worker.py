@@ -53,6 +53,7 @@ def serve(setup: RankSetup, store: dist.Store, *, rank: int, host: str = LOOPBAC
     check = None if host == LOOPBACK else _check_of_rank_0(store)
     subscriber = channel.connect(store.get("channel").decode(), index=rank - 1, check=check)
     runner.allocate_kv_cache(int(store.get("num_kv_blocks")))
+    runner.capture_graphs()
     store.set(f"ready/{rank}", "1")
     try:
         while (message := subscriber.receive()) != STOP:

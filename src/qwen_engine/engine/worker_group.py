@@ -19,7 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.worker_main import WorkerSpec, spec_line
@@ -40,6 +42,14 @@ class _Worker:
     status_fd: int
 
 
+class WatchedStep(Protocol):
+    """A step in flight. One that is done but not yet waited for is not late, whenever the caller comes for it."""
+
+    deadline: float
+
+    def is_done(self) -> bool: ...
+
+
 class WorkerGroup:
     """Ranks 1 to N-1 of an engine, as child processes of this one.
 
@@ -52,10 +62,11 @@ class WorkerGroup:
         """Why the engine cannot go on; None while all is well."""
         self.announces = False
         """Whether a failure is logged: once the engine runs, there may be no call to raise it for a long time."""
+        self.in_flight: deque[WatchedStep] = deque()
+        """Steps whose deadlines are watched, oldest first; the executor's to change."""
         self._setup = setup
         self._store_port = store_port
         self._workers: list[_Worker] = []
-        self._deadline: float | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._started = threading.Event()
@@ -98,15 +109,6 @@ class WorkerGroup:
         assert self.failure is not None
         return self.failure
 
-    @contextlib.contextmanager
-    def step_deadline(self, timeout_s: float) -> Iterator[None]:
-        """While the block runs longer than `timeout_s`, the step counts as hanging."""
-        self._deadline = time.monotonic() + timeout_s
-        try:
-            yield
-        finally:
-            self._deadline = None
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Waits for workers that were told to stop, kills the rest. Nothing of the group is left afterwards."""
         deadline = time.monotonic() + timeout_s
@@ -139,8 +141,7 @@ class WorkerGroup:
             ended = [w for w in self._workers if w.status_fd in readable or w.process.poll() is not None]
             if ended:
                 self._fail_of(ended)
-            deadline = self._deadline
-            if deadline is not None and time.monotonic() > deadline:
+            if any(time.monotonic() > step.deadline and not step.is_done() for step in tuple(self.in_flight)):
                 self._dump_stacks()
                 timeout_s = self._setup.config.step_timeout_s
                 self._fail(f"a step took longer than step_timeout_s = {timeout_s:g} s; the stacks are in the log")

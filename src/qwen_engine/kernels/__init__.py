@@ -113,8 +113,8 @@ def decode_attention(
     """Attention of one query token per row over the paged cache; gives [rows, num_heads, head_dim].
 
     q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows], tokens to attend to with the new one
-    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. num_splits: how many programs
-    share one row and KV head; chosen from the shape when None, and without meaning on the CPU.
+    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. num_splits: at most how many
+    programs share one row and KV head; chosen from shape and bound when None, and without meaning on the CPU.
     """
     return _backend(q).decode_attention(
         q, k_cache, v_cache, block_tables, slots, seq_lens, scale, max_seq_len, out, num_splits=num_splits
@@ -176,6 +176,54 @@ def lowest_kept(
     temperature, top_p, min_p: fp32 [rows]; top_k: int64 [rows].
     """
     return _backend(logits).lowest_kept(logits, temperature, top_k, top_p, min_p)
+
+
+def decode_inputs(
+    slots: torch.Tensor, num_tokens: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor
+) -> None:
+    """Write where each slot's newest token stands and how many tokens it attends to.
+
+    slots, positions, seq_lens: int32 [rows]; num_tokens: int32 [max_num_seqs], tokens known of every slot, sampled ones
+    included. Padding gets position 0 and length 0.
+    """
+    _backend(slots).decode_inputs(slots, num_tokens, positions, seq_lens)
+
+
+def advance(token_ids: torch.Tensor, slots: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """Append token_ids int64 [rows] to the tokens of the slots int32 [rows], each slot at most once; skip padding."""
+    _backend(slots).advance(token_ids, slots, token_table, num_tokens)
+
+
+def advance_to_best(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    token_table: torch.Tensor,
+    num_tokens: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
+    """`advance` by the tokens that `keys` int64 [rows] of `slot_argmax` stand for, which go to token_ids int64 [rows].
+
+    Padding gets token id 0.
+    """
+    _backend(slots).advance_to_best(keys, slots, token_table, num_tokens, token_ids)
+
+
+def slot_argmax(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    num_tokens: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    vocab_start: int,
+) -> torch.Tensor:
+    """The winner of `gumbel_argmax` in one shard of the vocabulary, for the next token of each slot.
+
+    logits: [rows, n], this shard's tokens from vocab_start on, n may be 0; slots: int32 [rows]. By slot: num_tokens
+    int32 (the position of the next token), temperature fp32, seeds int64. Gives int64 [rows] keys ordered like the
+    winners themselves, by score and then by lower id, so that the maximum of several shards' keys is the winner of the
+    whole: the score's bits, mapped to an ordered integer, above the complement of the id. Padding gets key 0.
+    """
+    return _backend(logits).slot_argmax(logits, slots, num_tokens, temperature, seeds, vocab_start)
 
 
 def gumbel_argmax(

@@ -13,6 +13,7 @@ _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_32_BITS = 0xFFFFFFFF
+_NO_TOKEN = 2**31 - 1  # loses every comparison for the lowest id
 
 
 def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -231,6 +232,50 @@ def _scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return scaled.masked_fill(scaled.isnan(), -torch.inf)
 
 
+def decode_inputs(
+    slots: torch.Tensor, num_tokens: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor
+) -> None:
+    seq_lens.copy_(num_tokens[slots.clamp(min=0)].masked_fill(slots < 0, 0))
+    positions.copy_((seq_lens - 1).clamp(min=0))
+
+
+def advance(token_ids: torch.Tensor, slots: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    live = slots >= 0
+    slot = slots[live].long()
+    token_table[slot, num_tokens[slot].long()] = token_ids[live].to(token_table.dtype)
+    num_tokens[slot] += 1
+
+
+def advance_to_best(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    token_table: torch.Tensor,
+    num_tokens: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
+    token_ids.copy_((~keys & _LOW_32_BITS).masked_fill(slots < 0, 0))
+    advance(token_ids, slots, token_table, num_tokens)
+
+
+def slot_argmax(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    num_tokens: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    vocab_start: int,
+) -> torch.Tensor:
+    request = slots.clamp(min=0).long()
+    scores = torch.full((len(slots), 1), -torch.inf, device=logits.device)
+    ids = torch.full((len(slots),), _NO_TOKEN, device=logits.device)
+    if logits.shape[1]:
+        scores = _scores(logits, temperature[request], seeds[request], num_tokens[request].long(), vocab_start)
+        ids = scores.argmax(dim=1) + vocab_start
+    bits = (scores.amax(dim=1) + 0.0).view(torch.int32).long()  # -0.0 + 0.0 = 0.0: equal scores have equal bits
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return ((ordered << 32) | (~ids & _LOW_32_BITS)).masked_fill(slots < 0, 0)
+
+
 def gumbel_argmax(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -239,6 +284,19 @@ def gumbel_argmax(
     vocab_start: int = 0,
     lowest: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    scores = _scores(logits, temperature, seeds, positions, vocab_start, lowest)
+    return scores.argmax(dim=1) + vocab_start  # the first of several maxima
+
+
+def _scores(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int,
+    lowest: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """logits / temperature + noise where a row samples, the logits where it is greedy; fp32."""
     scores = logits.float()
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
     sampled = temperature > GREEDY_TEMPERATURE
@@ -248,7 +306,7 @@ def gumbel_argmax(
         if lowest is not None:
             scaled = scaled.masked_fill(scaled < lowest[sampled, None], -torch.inf)
         scores[sampled] = scaled + noise
-    return scores.argmax(dim=1) + vocab_start  # the first of several maxima
+    return scores
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from qwen_engine import kernels
 from qwen_engine.distributed.tp_group import TPGroup
@@ -29,6 +28,15 @@ class VocabParallelEmbedding(nn.Module):
         rows = kernels.embed_tokens(token_table, slots, positions, self.weight, self.vocab_start)
         return self.tp.all_reduce(rows)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] → [rows, vocab_size], the same on every rank."""
-        return self.tp.all_gather_last_dim(F.linear(hidden, self.weight))[:, : self.vocab_size]
+    @property
+    def num_tokens(self) -> int:
+        """Rows of this shard that are tokens, not padding."""
+        return max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start))
+
+    def logits_shard(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, hidden] → [rows, n], this rank's columns, padding included; into `out` where given."""
+        return torch.mm(hidden, self.weight.t(), out=out)
+
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shards [rows, n] of all ranks → [rows, vocab_size], the same on every rank."""
+        return self.tp.all_gather_last_dim(shard)[:, : self.vocab_size]

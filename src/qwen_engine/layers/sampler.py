@@ -59,9 +59,9 @@ class SamplingTables:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = device
-        self._floats = torch.zeros(max_num_seqs, len(_FLOATS), dtype=torch.float32, device=device)
-        # Columns: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come.
-        self._integers = torch.zeros(max_num_seqs, 4, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(len(_FLOATS), max_num_seqs, dtype=torch.float32, device=device)
+        # Rows: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come.
+        self._integers = torch.zeros(4, max_num_seqs, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=device)
         self._bias: torch.Tensor | None = None  # fp32 [max_num_seqs, vocab]; -inf masks
         self._output_counts: torch.Tensor | None = None  # int32 [max_num_seqs, vocab]
@@ -69,15 +69,26 @@ class SamplingTables:
         self._bad_prefixes: torch.Tensor | None = None  # int64 [max_num_seqs, words, length - 1], right-aligned
         self._bad_last: torch.Tensor | None = None  # int64 [max_num_seqs, words]
         self._uses = {name: np.zeros(max_num_seqs, dtype=bool) for name in _FEATURES}
+        self._is_plain = np.ones(max_num_seqs, dtype=bool)  # no feature but logprobs
         self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """fp32 [max_num_seqs]."""
+        return self._floats[0]
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """int64 [max_num_seqs]."""
+        return self._integers[0]
 
     def set(self, entries: Sequence[SlotSampling]) -> None:
         """Writes the parameters of requests that take slots in this step."""
         slots = self._to_device(np.array([entry.slot for entry in entries]))
         params = [entry.params for entry in entries]
-        floats = np.array([[getattr(p, name) for name in _FLOATS] for p in params])
-        floats[:, 5] = floats[:, 5].clip(1 / _MAX_REPETITION, _MAX_REPETITION)
-        self._floats[slots] = self._to_device(floats.astype(np.float32))
+        floats = np.array([[getattr(p, name) for p in params] for name in _FLOATS])
+        floats[5] = floats[5].clip(1 / _MAX_REPETITION, _MAX_REPETITION)
+        self._floats[:, slots] = self._to_device(floats.astype(np.float32))
         integers = np.array(
             [
                 (
@@ -90,7 +101,7 @@ class SamplingTables:
             ],
             dtype=np.int64,
         )
-        self._integers[slots] = self._to_device(integers)
+        self._integers[:, slots] = self._to_device(np.ascontiguousarray(integers.T))
         for entry in entries:
             self._set_features(entry)
 
@@ -109,6 +120,7 @@ class SamplingTables:
         }
         for name, used in uses.items():
             self._uses[name][slot] = used
+        self._is_plain[slot] = not any(used for name, used in uses.items() if name != "logprobs")
         if uses["penalties"]:
             self._set_counts(entry)
         if uses["bias"]:
@@ -183,16 +195,20 @@ class SamplingTables:
         device. positions: int64 [rows], index the chosen token will have. token_table: int32 [slots, max_len].
         """
         adjusted = self._adjust(logits, slots, device_slots, positions, token_table)
-        floats, integers = self._floats[device_slots], self._integers[device_slots]
-        temperature, top_p, min_p = (column.contiguous() for column in floats.unbind(1)[:3])
+        temperature, top_p, min_p = self._floats[:3, device_slots].unbind(0)
+        seeds, top_k = self._integers[:2, device_slots].unbind(0)
         lowest = None
         if self._any("filters", slots):
-            lowest = kernels.lowest_kept(adjusted, temperature, integers[:, 1].contiguous(), top_p, min_p)
-        token_ids = kernels.gumbel_argmax(adjusted, temperature, integers[:, 0].contiguous(), positions, lowest=lowest)
+            lowest = kernels.lowest_kept(adjusted, temperature, top_k, top_p, min_p)
+        token_ids = kernels.gumbel_argmax(adjusted, temperature, seeds, positions, lowest=lowest)
         if self._any("penalties", slots) and self._output_counts is not None:
             rows = torch.ones_like(token_ids, dtype=torch.int32)
             self._output_counts.view(-1).index_add_(0, device_slots * self.vocab_size + token_ids, rows)
         return token_ids
+
+    def is_plain(self, slots: np.ndarray) -> bool:
+        """Whether temperature and seed are all that shapes the choice in these slots."""
+        return bool(self._is_plain[slots].all())
 
     def logprob_rows(self, slots: np.ndarray) -> np.ndarray:
         """Indices of the rows whose requests asked for logprobs."""
@@ -238,21 +254,21 @@ class SamplingTables:
         width = prefixes.shape[2]
         indices = positions[:, None] - torch.arange(width, 0, -1, device=self.device)
         tail = token_table[device_slots[:, None], indices.clamp(min=0)].to(torch.int64)
-        prompt_lens = self._integers[device_slots, 2]
+        prompt_lens = self._integers[2, device_slots]
         tail = torch.where(indices >= prompt_lens[:, None], tail, _NO_TOKEN)
         matches = ((prefixes == tail[:, None, :]) | (prefixes == _WILDCARD)).all(dim=-1) & (last >= 0)
         _mask(x, last, matches)
 
     def _mask_early_stops(self, x: torch.Tensor, device_slots: torch.Tensor, positions: torch.Tensor) -> None:
         stop_ids = self._stop_ids[device_slots]
-        too_early = positions < self._integers[device_slots, 3]
+        too_early = positions < self._integers[3, device_slots]
         _mask(x, stop_ids, too_early[:, None] & (stop_ids >= 0))
 
     def _penalise(self, x: torch.Tensor, device_slots: torch.Tensor) -> None:
         """Rows without penalties have neutral factors, so the counts an earlier request left there do not matter."""
         assert self._output_counts is not None
         assert self._in_prompt is not None
-        factors = (column.contiguous() for column in self._floats[device_slots].unbind(1)[3:])
+        factors = self._floats[3:, device_slots].unbind(0)
         kernels.penalise(x, device_slots, self._output_counts, self._in_prompt, *factors)
 
     def _any(self, feature: str, slots: np.ndarray) -> bool:

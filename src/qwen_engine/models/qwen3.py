@@ -79,6 +79,6 @@ class Qwen3Model(nn.Module):
             hidden = layer(hidden, residual, metadata, layer_cache)
         return residual.add_(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] from `forward` → logits [rows, vocab_size]."""
-        return self.lm_head.logits(self.norm(hidden))
+    def logits_shard(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, hidden] from `forward` → this rank's columns of the logits; `lm_head.gather` joins those of all."""
+        return self.lm_head.logits_shard(self.norm(hidden), out)

@@ -70,6 +70,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # worst first: the next one to admit is popped from the end
         self.running: list[Request] = []  # best first: the next one to preempt is popped from the end
         self.num_preemptions = 0
+        self.num_with_prompt_logprobs = 0  # live requests that ask for them
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
         self._launched: deque[_LaunchedStep] = deque()
@@ -86,6 +87,7 @@ class Scheduler:
         request.limit_tokens = self._limit_tokens(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
+        self.num_with_prompt_logprobs += request.params.prompt_logprobs is not None
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=self._reverse_order)
 
@@ -182,6 +184,12 @@ class Scheduler:
                 self.finish(request.request_id, "length")
         return owners
 
+    def drop_launched(self) -> None:
+        """Forgets the launched steps, whose requests have all ended: nobody reads their results."""
+        if self.requests:
+            raise AssertionError(f"{len(self.requests)} requests are live; their launched steps must be applied")
+        self._launched.clear()
+
     def check(self) -> None:
         """Verifies every invariant; raises AssertionError. For tests and debugging."""
         block_size = self.block_manager.block_size
@@ -193,6 +201,8 @@ class Scheduler:
         assert self.running == sorted(self.running, key=self._order), "running is out of order"
         assert self.waiting == sorted(self.waiting, key=self._reverse_order), "waiting is out of order"
         assert {id(r) for r in self.requests.values()} == {id(r) for r in self.running + self.waiting}
+        asking = [r for r in self.requests.values() if r.params.prompt_logprobs is not None]
+        assert self.num_with_prompt_logprobs == len(asking)
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.max_num_seqs)), "a slot is lost, used twice, or used and free"
         for request in self.running:
@@ -336,6 +346,7 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED
         request.block_keys = []
+        self.num_with_prompt_logprobs -= request.params.prompt_logprobs is not None
         del self.requests[request.request_id]
 
     def _order(self, request: Request) -> tuple[int, int]:

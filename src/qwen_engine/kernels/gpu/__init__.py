@@ -5,18 +5,22 @@ from shapes and host-side bounds alone, so that a step can be captured as a CUDA
 environment before Triton is imported, the same functions take CPU tensors.
 """
 
+from qwen_engine.kernels.gpu.bookkeeping import advance, advance_to_best, decode_inputs
 from qwen_engine.kernels.gpu.decode import decode_attention
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
 from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import prefill_attention
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
-from qwen_engine.kernels.gpu.sampling import gumbel_argmax, token_logprobs
+from qwen_engine.kernels.gpu.sampling import gumbel_argmax, slot_argmax, token_logprobs
 from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear
 
 __all__ = [
     "add_rms_norm",
+    "advance",
+    "advance_to_best",
     "decode_attention",
+    "decode_inputs",
     "embed_tokens",
     "gated_linear",
     "gumbel_argmax",
@@ -27,5 +31,6 @@ __all__ = [
     "qk_norm_rope_kv_write",
     "rms_norm",
     "silu_mul",
+    "slot_argmax",
     "token_logprobs",
 ]

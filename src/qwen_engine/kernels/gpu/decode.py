@@ -2,8 +2,9 @@
 
 Stage 1: one program per (row, KV head, split) walks its share of the row's pages with all query heads of the KV head in
 one dot, by online softmax, and leaves its softmax-weighted mean of V and the base-2 logarithm of its softmax
-denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are read on the device; only
-the number of splits comes from the host, from its upper bound of them.
+denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are read on the device, which
+decides how many splits of the grid a row uses; the grid follows from the number of rows and the host's bound of the
+lengths alone, so that one captured call serves every length below the bound.
 """
 
 import torch
@@ -18,11 +19,20 @@ _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 _TILE_BYTES = 4096
 _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 128
-_MIN_SPLIT_TOKENS = 32
-_MAX_SPLIT_TOKENS = 2048
+_MIN_SPLIT_TOKENS = tl.constexpr(32)
+_MAX_SPLIT_TOKENS = tl.constexpr(2048)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
+def _tokens_per_split(seq_len, fill, num_splits, BLOCK_N: tl.constexpr):
+    """Tokens each used split of a row takes, a multiple of BLOCK_N: `fill` splits, more so that none is too long, fewer
+    so that none is too short."""
+    wanted = tl.maximum(fill, tl.cdiv(seq_len, _MAX_SPLIT_TOKENS))
+    used = tl.minimum(tl.minimum(wanted, tl.cdiv(seq_len, _MIN_SPLIT_TOKENS)), num_splits)
+    return tl.cdiv(tl.cdiv(seq_len, tl.maximum(used, 1)), BLOCK_N) * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["fill", "num_splits"])
 def _split_kernel(
     q,
     k_cache,
@@ -41,6 +51,7 @@ def _split_kernel(
     table_stride,
     cache_stride_block,
     cache_stride_head,
+    fill,
     num_splits,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -57,7 +68,7 @@ def _split_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
     seq_len = tl.where(slot < 0, 0, seq_len)
-    span = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
+    span = _tokens_per_split(seq_len, fill, num_splits, BLOCK_N)
     start = split * span
     end = tl.minimum(start + span, seq_len)
 
@@ -74,8 +85,6 @@ def _split_kernel(
     if start >= end:
         if ONE_SPLIT:
             tl.store(target, tl.zeros([BLOCK_M, HEAD_DIM], out.dtype.element_ty), mask=in_group[:, None])
-        else:
-            tl.store(partial_lse + partial, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_group)
         return
 
     query = tl.load(
@@ -109,37 +118,47 @@ def _split_kernel(
         tl.store(partial_lse + partial, peak + tl.log2(total), mask=in_group)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["fill", "num_splits"])
 def _combine_kernel(
     partial_out,
     partial_lse,
+    slots,
+    seq_lens,
     out,
     out_stride_row,
     out_stride_head,
+    fill,
     num_splits,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, HEAD_DIM)
     partial = (row * tl.num_programs(0) + head) * num_splits + splits
-    lse = tl.load(partial_lse + partial, mask=splits < num_splits, other=float("-inf"))
-    # An unused split left -inf and no mean; in a padding row all are unused, the sums are 0 and so is the result.
+    seq_len = tl.where(tl.load(slots + row) < 0, 0, tl.load(seq_lens + row))
+    # A split past the row's end left nothing; in a padding row all are, the sums are 0 and so is the result.
+    used = splits * _tokens_per_split(seq_len, fill, num_splits, BLOCK_N) < seq_len
+    lse = tl.load(partial_lse + partial, mask=used, other=float("-inf"))
     weights = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
-    used = (lse > float("-inf"))[:, None]
-    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used, other=0.0)
+    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
     total = tl.sum(weights, 0)
     result = tl.sum(means * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * out_stride_row + head * out_stride_head + dims, result.to(out.dtype.element_ty))
 
 
-def choose_num_splits(rows: int, num_kv_heads: int, max_seq_len: int, sms: int) -> int:
-    """As many splits as fill the device, and enough that the longest row does not outlast the others by much."""
-    fill = round(_PROGRAMS_PER_SM * sms / max(rows * num_kv_heads, 1))
-    wanted = max(fill, triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS))
-    return max(1, min(wanted, triton.cdiv(max_seq_len, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+def splits_to_fill(rows: int, num_kv_heads: int, sms: int) -> int:
+    """Splits per row and KV head that keep the device busy."""
+    return max(1, min(round(_PROGRAMS_PER_SM * sms / max(rows * num_kv_heads, 1)), _MAX_SPLITS))
+
+
+def choose_num_splits(fill: int, max_seq_len: int) -> int:
+    """Splits of the grid: as many as fill the device, and enough that a row of max_seq_len tokens does not outlast the
+    others by much."""
+    wanted = max(fill, triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value))
+    return max(1, min(wanted, triton.cdiv(max_seq_len, _MIN_SPLIT_TOKENS.value), _MAX_SPLITS))
 
 
 def decode_attention(
@@ -161,8 +180,9 @@ def decode_attention(
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     row_bytes = head_dim * q.element_size()
     block_n = max(_MIN_DOT_ROWS, _TILE_BYTES // row_bytes)
+    fill = splits_to_fill(rows, num_kv_heads, num_sms(q.device)) if num_splits is None else num_splits
     if num_splits is None:
-        num_splits = choose_num_splits(rows, num_kv_heads, max_seq_len, num_sms(q.device))
+        num_splits = choose_num_splits(fill, max_seq_len)
     partial_shape = (rows, num_heads, num_splits if num_splits > 1 else 0)
     partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
@@ -184,6 +204,7 @@ def decode_attention(
         block_tables.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
+        fill,
         num_splits,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -200,12 +221,16 @@ def decode_attention(
         _combine_kernel[(num_heads, rows)](
             partial_out,
             partial_lse,
+            slots,
+            seq_lens,
             out,
             out.stride(0),
             out.stride(1),
+            fill,
             num_splits,
             HEAD_DIM=head_dim,
             SPLITS=triton.next_power_of_2(num_splits),
+            BLOCK_N=block_n,
             num_warps=4,
         )
     return out

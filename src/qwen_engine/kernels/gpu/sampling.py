@@ -53,11 +53,17 @@ def _argmax_chunk_kernel(
     logits_stride,
     vocab_size,
     vocab_start,
+    slots,
     GREEDY_TEMPERATURE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    request = row  # where the request's parameters lie
+    if slots is not None:
+        request = tl.load(slots + row).to(tl.int64)
+        if request < 0:
+            return
     # Chunks begin at multiples of 4 so that a noise group is never cut; a shard may begin inside its first group.
     first_id = vocab_start // 4 * 4 + chunk * CHUNK
     ids = first_id + tl.arange(0, CHUNK)
@@ -65,7 +71,7 @@ def _argmax_chunk_kernel(
     inside = (column >= 0) & (column < vocab_size)
     scores = tl.load(logits + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
-    heat = tl.load(temperature + row)
+    heat = tl.load(temperature + request)
     if heat > GREEDY_TEMPERATURE:
         scores *= tl.div_rn(1.0, heat)
         scores = tl.where(scores == scores, scores, float("-inf"))
@@ -73,7 +79,7 @@ def _argmax_chunk_kernel(
             scores = tl.where(scores >= tl.load(lowest + row), scores, float("-inf"))
     # Top-k and top-p leave most chunks with nothing but -inf, and those need no noise.
     if (heat > GREEDY_TEMPERATURE) & (tl.max(scores, 0) > float("-inf")):
-        bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), first_id, CHUNK)
+        bits = noise_bits(tl.load(seeds + request), tl.load(positions + request).to(tl.int64), first_id, CHUNK)
         scores += gumbel(bits)
     peak, winner = _best(scores, tl.where(inside, ids, -1))
     tl.store(best_score + row * tl.num_programs(1) + chunk, peak)
@@ -81,14 +87,24 @@ def _argmax_chunk_kernel(
 
 
 @triton.jit
-def _argmax_merge_kernel(best_score, best_id, out, chunks, CHUNKS: tl.constexpr):
+def _argmax_merge_kernel(best_score, best_id, out, chunks, slots, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    if slots is not None:
+        slot = tl.load(slots + row)
+        if slot < 0:
+            tl.store(out + row, 0)
+            return
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < chunks
     scores = tl.load(best_score + row * chunks + chunk, mask=inside, other=float("-inf"))
     ids = tl.load(best_id + row * chunks + chunk, mask=inside, other=-1)
-    _, winner = _best(scores, ids)
-    tl.store(out + row, winner.to(tl.int64))
+    peak, winner = _best(scores, ids)
+    result = winner.to(tl.int64)
+    if slots is not None:
+        bits = tl.where(peak == 0.0, 0.0, peak).to(tl.int32, bitcast=True)  # -0.0 equals 0.0 but has other bits
+        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+        result = (ordered << 32) | (~result & 0xFFFFFFFF)
+    tl.store(out + row, result)
 
 
 def gumbel_argmax(
@@ -99,8 +115,32 @@ def gumbel_argmax(
     vocab_start: int = 0,
     lowest: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    return _launch_argmax(logits, temperature, seeds, positions, vocab_start, lowest, None)
+
+
+def slot_argmax(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    num_tokens: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    vocab_start: int,
+) -> torch.Tensor:
+    return _launch_argmax(logits, temperature, seeds, num_tokens, vocab_start, None, slots)
+
+
+def _launch_argmax(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_start: int,
+    lowest: torch.Tensor | None,
+    slots: torch.Tensor | None,
+) -> torch.Tensor:
+    """Token ids, or with `slots` the keys of the winners; then the other tensors are by slot instead of by row."""
     rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size + vocab_start % 4, _ARGMAX_CHUNK)
+    chunks = max(1, triton.cdiv(vocab_size + vocab_start % 4, _ARGMAX_CHUNK))
     best_score = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -115,11 +155,12 @@ def gumbel_argmax(
         logits.stride(0),
         vocab_size,
         vocab_start,
+        slots,
         GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
         CHUNK=_ARGMAX_CHUNK,
         num_warps=4,
     )
-    _argmax_merge_kernel[(rows,)](best_score, best_id, out, chunks, CHUNKS=triton.next_power_of_2(chunks))
+    _argmax_merge_kernel[(rows,)](best_score, best_id, out, chunks, slots, CHUNKS=triton.next_power_of_2(chunks))
     return out
 
 

@@ -1,0 +1,127 @@
+"""CUDA graphs of the decode step, by batch size: captured once at the start, replayed from then on.
+
+All graphs share one memory pool, which the largest, captured first, makes big enough. They may share it because
+replays follow one another on one stream and leave nothing in it that a later one reads. Every rank captures the same
+calls in the same order, for the collectives among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from qwen_engine.errors import QwenEngineError, summary
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+_FIXED_SIZES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, *range(32, 129, 8))
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes worth a graph, ascending up to max_num_seqs: close together where a padding row costs most."""
+    sizes = {*_FIXED_SIZES, *range(144, max_num_seqs, 16), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+Calls = Mapping[str, Callable[[int], None]]
+"""Parts of a step by name: functions of the size that launch kernels on the current stream, do not synchronise, and at
+the time of the capture touch no live state."""
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class CudaGraphs:
+    """Graphs of the parts of a step, by the part's name and the batch size. CUDA only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def capture(self, calls: Calls, sizes: Sequence[int]) -> None:
+        """Captures every call at these sizes. QwenEngineError, naming the size, if one of them fails."""
+        start, free_before = time.perf_counter(), self._free_bytes()
+        with _no_garbage_collection():  # it would free what belongs to others in the middle of a capture
+            for size in sorted(sizes, reverse=True):
+                self._capture_size(calls, size)
+        logger.info(
+            "captured %d graphs in %.1f s, %d MiB",
+            len(self._graphs),
+            time.perf_counter() - start,
+            (free_before - self._free_bytes()) // MIB,
+        )
+
+    def replay(self, name: str, size: int) -> None:
+        """Launches a captured call on the current stream."""
+        self._graphs[name, size].replay()
+
+    def measure(self, calls: Calls, sizes: Sequence[int]) -> int:
+        """Bytes that graphs of all these sizes will take, from two that are captured and freed again.
+
+        first + second * (n - 1): the largest fills the shared pool and takes `first` bytes; `second` is what the next
+        one takes on top, an upper estimate for each of the smaller ones.
+        """
+        free = [self._free_bytes()]
+        with _no_garbage_collection():
+            for size in sorted(sizes, reverse=True)[:2]:
+                self._capture_size(calls, size)
+                free.append(self._free_bytes())
+        self._graphs.clear()
+        self._pool = self._stream = None
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
+        return taken[0] + sum(taken[1:]) * (len(sizes) - 1)
+
+    def _capture_size(self, calls: Calls, size: int) -> None:
+        try:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+                self._pool = torch.cuda.graph_pool_handle()
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for call in calls.values():  # compiles kernels and loads libraries, which a capture cannot
+                    call(size)
+                for name, call in calls.items():
+                    self._graphs[name, size] = self._captured(call, size)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        except Exception as error:
+            raise QwenEngineError(
+                f"capturing the CUDA graph of {size} rows failed ({summary(error)}); enforce_eager=True runs without "
+                "graphs"
+            ) from error
+
+    def _captured(self, call: Callable[[int], None], size: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do meanwhile, such as NCCL's watchdog, is none of this capture's business.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            call(size)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what ended the call is the reason to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph
+
+    def _free_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.mem_get_info(self._device)[0]
