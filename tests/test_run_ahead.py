@@ -133,6 +133,7 @@ def test_a_request_that_stops_wastes_at_most_one_row_and_one_that_reaches_its_le
         rows.clear()
         out = one(ahead, "The quick", seeded(3, 12, **options))
         assert len(rows) == len(out["token_ids"]) + wasted
+        assert_nothing_in_flight(ahead)
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from qwen_engine.distributed.tp_group import LOOPBACK, TPGroup, open_store
 from qwen_engine.distributed.tp_group import connect as connect_ranks
 from qwen_engine.engine.channel import open_publisher
-from qwen_engine.engine.model_runner import StepOutput, StepResult
+from qwen_engine.engine.model_runner import ModelRunner, StepOutput, StepResult
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import STOP
@@ -91,6 +91,7 @@ class Executor:
         self._setup = setup
         self.max_steps_in_flight = STEPS_IN_FLIGHT[setup.device.type]
         self._last: LaunchedStep | None = None
+        self.runner: ModelRunner | None = None
         self._workers: WorkerGroup | None = None
         self._publisher = None
         self._store: dist.Store | None = None
@@ -178,9 +179,11 @@ class Executor:
         while self._last is not None and not self._last.is_done() and time.monotonic() < deadline:
             if self._workers is None or self._workers.failure is not None:
                 break
-            time.sleep(0.001)  # a step nobody waited for: ranks that stop inside a collective would have to be killed
+            time.sleep(0.001)  # nobody waited for this step; ranks inside a collective cannot stop in an orderly way
         self._last = None
-        self.runner = None
+        if self.runner is not None:
+            self.runner.release_graphs()
+            self.runner = None
         if self._workers is not None:
             if self._publisher is not None and self._workers.failure is None and timeout_s > 0:
                 with contextlib.suppress(QwenEngineError, TimeoutError):  # a rank that is gone needs no telling

@@ -60,6 +60,7 @@ def serve(setup: RankSetup, store: dist.Store, *, rank: int, host: str = LOOPBAC
             runner.execute(decode_plan(message))
     finally:
         subscriber.close()
+        runner.release_graphs()
 
 
 def _check_of_rank_0(store: dist.Store) -> Callable[[], None]:
