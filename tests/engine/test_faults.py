@@ -196,7 +196,7 @@ def test_tpw_07_a_worker_that_ends_at_the_start_ends_the_start(tmp_path, warm, m
                 starts[fault] = (planted, Call(lambda: engine(folder)))
                 wait_until(lambda: len(workers_of()) > num_workers)  # noqa: B023
         for (stage, kind), (planted, start) in starts.items():
-            start.join(60)
+            start.join(150)
             report(f"{kind} at {stage} to error", planted.death_time(), until=start.ended)
             assert isinstance(start.error, EngineDeadError)
             assert re.fullmatch(rf"rank 1 died \({REASONS[kind]}\)", str(start.error))
@@ -220,7 +220,7 @@ def test_tpw_01_a_worker_that_ends_under_load_ends_all_calls(stage, kind, ranks,
     with nothing_left(), engine(folder, tensor_parallel_size=ranks) as llm:
         calls = [Call(lambda: generate(llm, LONG)), Call(lambda: drain(llm))]
         for call in calls:
-            call.join(60)
+            call.join(150)
             report(f"{kind} in {stage} to error", fault.death_time(), until=call.ended)
             assert isinstance(call.error, EngineDeadError)
             assert re.search(reason, str(call.error))
@@ -253,7 +253,7 @@ def test_tpw_01_a_stopped_worker_is_caught_by_the_step_watchdog(warm, make_tiny_
         stopped_at = time.monotonic()
         os.kill(worker, signal.SIGSTOP)
         for pending in (call, other):
-            pending.join(60)
+            pending.join(150)
             report("stop to error, of which 1.5 s are the deadline", stopped_at, until=pending.ended)
             where = r"rank 2 does not answer; ranks 0 and 1 wait in step \d+, at its collective \d+"
             assert re.search(rf"a step took longer than step_timeout_s = 1\.5 s: {where};", str(pending.error))
@@ -292,7 +292,7 @@ def test_tpw_01_the_watchdog_names_the_rank_that_the_others_wait_for(tmp_path, w
             calls[place] = Call(functools.partial(drain, llm))
             del llm
         for place, call in calls.items():
-            call.join(60)
+            call.join(150)
             assert isinstance(call.error, EngineDeadError)
             found = re.search(HANGS[place][2], str(call.error))
             assert found, call.error
@@ -393,7 +393,7 @@ def test_shd_01_workers_die_with_rank_0(warm, make_tiny_model):
             report(f"{number.name} of rank 0 while {moment} to the death of its worker", sent_at)
             assert process.wait(ERROR_LIMIT_S) == -number
         # Without any close, the end of the interpreter is an orderly one too.
-        assert leaving.communicate(timeout=60) == ("running\n", "")
+        assert leaving.communicate(timeout=150) == ("running\n", "")
         assert leaving.returncode == 0
 
 
@@ -408,7 +408,7 @@ def test_shd_01_ctrl_c_in_a_terminal_reaches_all_and_ends_all(warm):
                 process.stdout.read(1)
             sent_at = time.monotonic()
             os.killpg(process.pid, signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=150)
             report(f"Ctrl-C at the {moment} to the end", sent_at)
             assert (process.returncode, err.strip()) == (130, "interrupted")
             wait_until(lambda: not is_running(worker), ERROR_LIMIT_S)  # noqa: B023

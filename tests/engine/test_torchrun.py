@@ -80,7 +80,7 @@ def test_shd_01_a_killed_rank_ends_all():
         os.kill(ranks[1], signal.SIGKILL)
         wait_until(lambda: not any(map(is_running, ranks.values())), ERROR_LIMIT_S)
         report("kill of a rank to the end of all ranks", killed_at)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=150)
         assert (process.returncode, out) == (1, "")
         assert "Signal 9 (SIGKILL)" in err
 
