@@ -12,6 +12,8 @@ import os
 import sys
 import time
 
+import torch
+
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.output import add_results_dir_argument
 from qwen_engine.bench.stress import add_suite_arguments, run_and_print
@@ -34,6 +36,13 @@ def parse_args() -> argparse.Namespace:
     add_suite_arguments(parser)
     add_results_dir_argument(parser)
     return parser.parse_args()
+
+
+def missing_gpus(args: argparse.Namespace) -> str:
+    """What to say of GPUs before any other error; nothing if there are enough, or none are wanted."""
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", args.tensor_parallel_size))
+    found = torch.cuda.device_count()
+    return "" if args.device == "cpu" or found >= needed else f"{needed} GPUs are needed, this machine has {found}; "
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +72,7 @@ def main() -> int:
     except QwenEngineError as error:
         # Any rank may be the one that fails, or the last one that torchrun lets speak.
         hint = f"\n{HINT}" if os.environ.get("RANK", "0") == "0" else ""
-        print(f"error: {error}{hint}", file=sys.stderr)
+        print(f"error: {missing_gpus(args)}{error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

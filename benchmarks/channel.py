@@ -1,6 +1,6 @@
 """Cost of bringing a plan from the driver to a worker process: latency at two paces, throughput, CPU while idle.
 
-python benchmarks/channel.py [--num-seqs 256] [--num-messages 2000] [--num-subscribers 1] [--json FILE]
+python benchmarks/channel.py [--num-seqs 256] [--num-messages 2000] [--num-subscribers 1] [--spin] [--json FILE]
 
 The message is an encoded plan of steadily decoding rows. Latency runs from before `publish` to after `receive`, on the
 clock that all processes of a host share. The processes need a core each; a busy machine shows in the p99.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgpack
 
-from qwen_engine.engine.channel import Publisher, connect, open_publisher
+from qwen_engine.engine.channel import Publisher, connect, open_publisher, ring
 from qwen_engine.scheduling.plan_codec import decode_plan, encode_plan
 from qwen_engine.scheduling.step_plan import StepPlan
 
@@ -36,8 +36,10 @@ def steady_plan(num_seqs: int) -> StepPlan:
     )
 
 
-def subscribe(address: str, index: int) -> None:
+def subscribe(address: str, index: int, *, spin: bool) -> None:
     """The worker side: arrival times of each batch of messages (an empty one ends it), CPU time of an idle wait."""
+    if spin:
+        ring.has_cores_for = lambda _: True
     with connect(address, index=index) as subscriber:
         batches: list[list[int]] = [[]]
         while (message := subscriber.receive(60)) != b"idle":
@@ -64,11 +66,11 @@ def send(publisher: Publisher, message: bytes, num_messages: int, pace_s: float)
     return times
 
 
-def measure(kind: str, message: bytes, *, num_messages: int, num_subscribers: int) -> dict[str, float]:
+def measure(kind: str, message: bytes, *, num_messages: int, num_subscribers: int, spin: bool) -> dict[str, float]:
     with open_publisher(kind, num_subscribers=num_subscribers) as publisher:
         readers = [
             subprocess.Popen(
-                [sys.executable, __file__, "--subscriber", str(index)],
+                [sys.executable, __file__, "--subscriber", str(index), *(["--spin"] if spin else [])],
                 env={**os.environ, "CHANNEL_ADDRESS": publisher.address},
                 stdout=subprocess.PIPE,
             )
@@ -102,11 +104,12 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--num-messages", type=int, default=2000, help="at a pace of 1 ms; others in proportion")
     parser.add_argument("--num-subscribers", type=int, default=1)
+    parser.add_argument("--spin", action="store_true", help="readers spin as if there were cores for all to spare")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--subscriber", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.subscriber is not None:
-        subscribe(os.environ["CHANNEL_ADDRESS"], args.subscriber)
+        subscribe(os.environ["CHANNEL_ADDRESS"], args.subscriber, spin=args.spin)
         return
     plan = steady_plan(args.num_seqs)
     message = encode_plan(plan)
@@ -118,7 +121,9 @@ def main() -> None:
     print(f"plan of {args.num_seqs} decoding rows: {len(message)} bytes (goal 4096)")
     print(f"encode {figures['encode_us']} us, decode {figures['decode_us']} us")
     for kind in ("ring", "zmq"):
-        found = measure(kind, message, num_messages=args.num_messages, num_subscribers=args.num_subscribers)
+        found = measure(
+            kind, message, num_messages=args.num_messages, num_subscribers=args.num_subscribers, spin=args.spin
+        )
         figures[kind] = found
         for name in PACES_S:
             median, p99 = found[f"latency_us_median_{name}"], found[f"latency_us_p99_{name}"]

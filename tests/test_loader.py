@@ -451,7 +451,7 @@ def test_peak_memory_is_the_parameters_and_one_tensor(tmp_path):
         "vocab_size": 4096,
         "hidden_size": 1024,
         "intermediate_size": 4096,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 128,
@@ -464,7 +464,7 @@ def test_peak_memory_is_the_parameters_and_one_tensor(tmp_path):
     write_shards(tmp_path, *halves(tensors), index=True)
     num_bytes = sum(value.nbytes for value in tensors.values())
     largest = max(value.nbytes for value in tensors.values())
-    assert num_bytes > 250 * 10**6
+    assert num_bytes > 120 * 10**6
     command = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     peak_kb, final_kb = map(int, result.stdout.split())

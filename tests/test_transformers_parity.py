@@ -12,13 +12,12 @@ BLOCK = 16
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 VARIANTS = {
     "untied": {},
-    "tied": {"tie_word_embeddings": True},
+    "tied_and_bias": {"tie_word_embeddings": True, "attention_bias": True},
     "yarn": {"rope_scaling": YARN},
-    "bias": {"attention_bias": True},
     "head_dim_64_gqa_8": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 1},
     "no_gqa": {"num_key_value_heads": 4},
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
 def engine(folder, **options):
@@ -37,12 +36,12 @@ def test_greedy_tokens_equal_transformers_for_prompts_around_block_edges(variant
         llm.reset_prefix_cache()
         batched = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
     expected = [greedy_tokens(reference_model(folder), prompt, out) for prompt, out in zip(prompts, alone)]
-    assert [len(out) for out in alone] == [128] * len(prompts)
+    assert [len(out) for out in alone] == [64] * len(prompts)
     assert alone == expected
     assert batched == alone
 
 
-@pytest.mark.parametrize("variant", ["untied", "tied", "yarn", "bias"])
+@pytest.mark.parametrize("variant", ["untied", "tied_and_bias", "yarn"])
 def test_log_probabilities_equal_transformers_within_1e4(variant, make_tiny_model, reference_model):
     folder = make_tiny_model(**VARIANTS[variant])
     prompt = random_prompt(3 * BLOCK + 5)

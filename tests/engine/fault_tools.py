@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ERROR_LIMIT_S = 5.0
-"""The promise is 2 s; a busy machine may need more to get round to it."""
+ERROR_LIMIT_S = 20.0
+"""The promise is 2 s; a machine that is busy ten times over needs more. What is wrong takes a minute or has no end."""
 
 _PLANT = """\
 import importlib.abc, importlib.util, os, signal, sys, time
@@ -100,7 +100,7 @@ class Holdings:
         own = {name for name in os.listdir("/dev/shm") if "qwen" in name or str(os.getpid()) in name}
         return cls(frozenset(children()), frozenset(files), tasks, frozenset(own))
 
-    def leftovers(self, limit_s: float = 3.0) -> str:
+    def leftovers(self, limit_s: float = ERROR_LIMIT_S) -> str:
         """What is there now and was not then; empty as soon as, within the limit, there is nothing."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -164,13 +164,20 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> float:
+def wait_until(condition: Callable[[], object], limit_s: float = 150.0) -> float:
     """Seconds until `condition()` held; AssertionError after the limit."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit_s, f"not within {limit_s} s"
         time.sleep(0.01)
     return time.monotonic() - start
+
+
+def report(what: str, since: float, *, until: float | None = None) -> None:
+    """Prints how long something took, and checks that it came to an end of itself."""
+    seconds = (time.monotonic() if until is None else until) - since
+    print(f"{what}: {seconds:.3f} s")
+    assert seconds < ERROR_LIMIT_S
 
 
 def listening(pids: Sequence[int]) -> set[tuple[str, int]]:
@@ -193,7 +200,7 @@ def listening(pids: Sequence[int]) -> set[tuple[str, int]]:
 
 
 class Call(threading.Thread):
-    """Runs a call in a thread; `error` and `ended` tell how and when it ended."""
+    """Runs a call in a thread; `error` and `ended` tell how and when it ended; what it refers to is let go."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -210,6 +217,7 @@ class Call(threading.Thread):
             self.error.__cause__ = None
             self.error.__context__ = None
         self.ended = time.monotonic()
+        del self._call
 
 
 @contextlib.contextmanager

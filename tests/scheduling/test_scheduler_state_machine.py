@@ -101,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def soak(driver: Driver, rng: random.Random, num_steps: int) -> None:

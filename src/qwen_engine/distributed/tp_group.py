@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from qwen_engine.distributed.progress import Progress
+
 LOOPBACK = "127.0.0.1"
+GLOO_CONNECT_TIMEOUT_S = 10.0
+"""Short, because nothing can end a wait for a rank that dies while it connects: gloo tries five times as long."""
 _WAIT_SLICE = timedelta(milliseconds=50)
 
 
@@ -22,12 +27,15 @@ _WAIT_SLICE = timedelta(milliseconds=50)
 class TPGroup:
     """Rank `rank` of `size`. `process_group` does the communication; None for a single rank.
 
+    progress: counts the collectives. check: called while a CPU waits in one; what it raises ends the wait.
     Collectives of GPUs run on the current stream (asyncOp off), so that a captured graph has them in line.
     """
 
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
+    progress: Progress = field(default_factory=Progress, compare=False)
+    check: Callable[[], None] | None = field(default=None, compare=False)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over all ranks, in place."""
@@ -44,7 +52,8 @@ class TPGroup:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         options = dist.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
-        _finish(self.process_group.allgather([parts], [x.contiguous()], options), x)
+        self.progress.enter_collective()
+        self._finish(self.process_group.allgather([parts], [x.contiguous()], options), x)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,48 +61,60 @@ class TPGroup:
         if self.process_group is not None:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
-            _finish(self.process_group.broadcast([x], options), x)
+            self.progress.enter_collective()
+            self._finish(self.process_group.broadcast([x], options), x)
         return x
 
     def _reduce(self, x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
         if self.process_group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp, options.asyncOp = op, False
-            _finish(self.process_group.allreduce([x], options), x)
+            self.progress.enter_collective()
+            self._finish(self.process_group.allreduce([x], options), x)
         return x
 
     def abort(self) -> None:
         """Ends collectives that wait for a dead rank. The group cannot be used afterwards."""
         if self.process_group is not None:
-            with contextlib.suppress(RuntimeError):  # not every gloo can; there the dead rank's sockets end the wait
+            with contextlib.suppress(RuntimeError):  # gloo does not; there the dead rank's sockets end the wait
                 self.process_group.abort()
 
+    def _finish(self, work: dist.Work, x: torch.Tensor) -> None:
+        """Lets what follows on `x` see the result of a collective.
 
-def _finish(work: dist.Work, x: torch.Tensor) -> None:
-    """Lets what follows on `x` see the result of a collective.
-
-    A GPU's stream waits by itself. A CPU waits here, in slices: inside torch an interrupt would not be heard, and a
-    rank that hangs would make it wait for long.
-    """
-    if x.is_cuda:
-        work.wait()
-        return
-    while True:
-        try:
-            work.wait(_WAIT_SLICE)
+        A GPU's stream waits by itself. A CPU waits here, in slices: inside torch an interrupt would not be heard, and a
+        rank that hangs would make it wait for long.
+        """
+        if x.is_cuda:
+            work.wait()
             return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # raises what went wrong; nothing if it ended just after the slice
+        while True:
+            try:
+                work.wait(_WAIT_SLICE)
                 return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what went wrong; nothing if it ended just after the slice
+                    return
+            if self.check is not None:
+                self.check()
 
 
 def connect(
-    store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float, host: str = LOOPBACK
+    store: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    progress: Progress,
+    check: Callable[[], None] | None = None,
+    host: str = LOOPBACK,
 ) -> TPGroup:
-    """Joins the group of `size` ranks that share `store`: NCCL between GPUs, gloo between CPUs.
+    """Joins the group of `size` ranks that share `store`: NCCL between GPUs, gloo between CPUs. All call it at once.
 
     timeout_s: how long a gloo collective waits for its peers. host: this machine's address for gloo's sockets.
+    progress, check: see TPGroup.
     """
     if size == 1:
         return TPGroup()
@@ -104,10 +125,11 @@ def connect(
         group.eager_connect_single_device(device)
     else:
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=GLOO_CONNECT_TIMEOUT_S)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         group = dist.ProcessGroupGloo(store, rank, size, options)
-    return TPGroup(rank, size, group)
+        group._set_default_timeout(timedelta(seconds=timeout_s))
+    return TPGroup(rank, size, group, progress, check)
 
 
 def open_store(size: int) -> dist.TCPStore:

@@ -18,7 +18,7 @@ from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine.executor import Executor, LaunchedStep
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
-from qwen_engine.engine.worker import serve
+from qwen_engine.engine.worker import join
 from qwen_engine.errors import EngineDeadError
 from qwen_engine.request import PositionLogprobs, Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager
@@ -83,7 +83,7 @@ class EngineCore:
         )
         if ranks is not None and ranks.rank > 0:
             # Started by torchrun as a rank that does not drive: this process belongs to the engine until it ends.
-            serve(self.setup, ranks.open_store(), rank=ranks.rank, host=ranks.host)
+            join(self.setup, ranks)
             sys.exit(0)
         self._in_flight: deque[_StepInFlight] = deque()  # oldest first
         self._executor: Executor | None = Executor(self.setup)

@@ -7,6 +7,7 @@ core is the only caller.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import threading
@@ -23,8 +24,9 @@ from qwen_engine.distributed.tp_group import connect as connect_ranks
 from qwen_engine.engine.channel import open_publisher
 from qwen_engine.engine.model_runner import ModelRunner, StepOutput, StepResult
 from qwen_engine.engine.rank import RankSetup
+from qwen_engine.engine.status_link import LINK_KEY
 from qwen_engine.engine.torchrun import TorchrunRank
-from qwen_engine.engine.worker import STOP
+from qwen_engine.engine.worker import LOAD_TIMEOUT_S, STOP
 from qwen_engine.engine.worker_group import WorkerGroup
 from qwen_engine.errors import EngineDeadError, QwenEngineError
 from qwen_engine.scheduling.plan_codec import encode_plan
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
-LOAD_TIMEOUT_S = 3600.0
+CONNECT_TIMEOUT_S = 120.0
 STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 """By device: most steps launched before the first is waited for. A CPU has computed a step when its launch returns, so
 that running ahead would only delay its tokens."""
@@ -110,7 +112,7 @@ class Executor:
             with self._phase("KV cache"):
                 self.runner.allocate_kv_cache(self.num_kv_blocks)
             with self._phase("graphs"):
-                self._watched(self.runner.capture_graphs)
+                self._watched(self.runner.capture_graphs, LOAD_TIMEOUT_S, "capturing graphs")
                 if self._workers is not None:
                     self._wait_for_keys("ready", LOAD_TIMEOUT_S)
                     self._workers.announces = True
@@ -138,6 +140,7 @@ class Executor:
         with self._all_ranks_in_step(self._workers):
             self._last = launched
             self._workers.in_flight.append(launched)
+            self._workers.progress.begin_step()
             self._publisher.publish(encode_plan(plan))
             launched.result = self.runner.execute(plan)
         return launched
@@ -204,16 +207,23 @@ class Executor:
         size = setup.config.tensor_parallel_size
         with self._phase("ranks"):
             host = self._meet_ranks(ranks)
-            timeout_s = 2 * setup.config.step_timeout_s  # the watch over the step comes first
-            self._tp = self._watched(
-                lambda: connect_ranks(
-                    self._store, rank=0, size=size, device=setup.device, timeout_s=timeout_s, host=host
-                )
+            connect = functools.partial(
+                connect_ranks,
+                self._store,
+                rank=0,
+                size=size,
+                device=setup.device,
+                timeout_s=2 * setup.config.step_timeout_s,  # the watch over the step comes first
+                progress=self._workers.progress,
+                check=self._workers.check,
+                host=host,
             )
+            self._tp = self._watched(connect, CONNECT_TIMEOUT_S, "connecting all ranks")
         with self._phase("load"):
             self.runner = setup.load_runner(self._tp, self._workers.check)
         with self._phase("profile"):
-            blocks = self._watched(lambda: setup.num_kv_blocks(self.runner))
+            measure = functools.partial(setup.num_kv_blocks, self.runner)
+            blocks = self._watched(measure, LOAD_TIMEOUT_S, "measuring the memory")
             self._wait_for_keys("kv_blocks", LOAD_TIMEOUT_S)
             others = [int(self._store.get(f"kv_blocks/{rank}")) for rank in range(1, size)]
             self.num_kv_blocks = min(blocks, *others)
@@ -230,13 +240,15 @@ class Executor:
             self._workers = WorkerGroup(setup, store_port=port)
         else:
             self._store = ranks.open_store()
-            self._workers = WorkerGroup(setup, store_port=None)
+            self._workers = WorkerGroup(setup, host=ranks.host)
+            self._store.set(LINK_KEY, self._workers.link_address)
         host = LOOPBACK if ranks is None else ranks.host
         kind = "ring" if host == LOOPBACK else "zmq"
         self._publisher = open_publisher(kind, num_subscribers=size - 1, check=self._workers.check, interface=host)
         self._store.set("channel", self._publisher.address)
         # Ranks of other hosts may have to download the model first.
         self._wait_for_keys("started", START_TIMEOUT_S if ranks is None else LOAD_TIMEOUT_S)
+        self._store.set("all started", "1")
         return host
 
     @contextlib.contextmanager
@@ -250,8 +262,11 @@ class Executor:
         keys = [f"{name}/{rank}" for rank in range(1, self._setup.config.tensor_parallel_size)]
         self._workers.wait_for(lambda: self._store.check(keys), timeout_s, f"waiting for all ranks to be {name}")
 
-    def _watched(self, call: Callable[[], T]) -> T:
-        """Runs a call that may wait for other ranks inside C++, and gives up on it when a worker fails."""
+    def _watched(self, call: Callable[[], T], timeout_s: float, what: str) -> T:
+        """Runs a call that may wait for other ranks inside C++; gives up on it when a worker fails or time runs out.
+
+        What it waits for is gone then, so that its thread ends too and lets go what `call` refers to.
+        """
         if self._workers is None:
             return call()
         results: list[T] = []
@@ -265,9 +280,7 @@ class Executor:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        while thread.is_alive():
-            self._workers.check()
-            thread.join(0.01)
+        self._workers.wait_for(lambda: not thread.is_alive(), timeout_s, what)
         if errors:
             if isinstance(errors[0], RuntimeError):
                 raise EngineDeadError(self._workers.fail_with(errors[0])) from errors[0]

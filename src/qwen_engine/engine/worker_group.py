@@ -1,8 +1,9 @@
-"""The worker processes of one engine, and the watch over them.
+"""The other ranks of one engine, and the watch over them.
 
-One thread starts the workers, so that their parent-death signal is tied to it, and then looks after them until `close`:
-it notices within a fraction of a second when one ends, reads the reason it gave, and enforces the deadline of a step.
-On the first fault it kills all workers, which also breaks every collective that waits for them, and records `failure`.
+One thread starts the workers, so that their parent-death signal is tied to it, or lets those join that torchrun starts.
+Then it looks after them until `close`: it notices at once when one ends, reads the reason it gave, and enforces the
+deadline of a step. On the first fault it ends all of them, which also breaks every collective that waits for them, and
+records `failure`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +25,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from qwen_engine.distributed.progress import Progress, who_is_behind
 from qwen_engine.engine.rank import RankSetup
-from qwen_engine.engine.worker_main import WorkerSpec, spec_line
+from qwen_engine.engine.status_link import ASK_POSITION, ASK_STACKS, LinkListener, RankLink
+from qwen_engine.engine.worker_main import WorkerSpec
 from qwen_engine.errors import EngineDeadError, summary
 
 logger = logging.getLogger(__name__)
@@ -32,14 +36,15 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _REASON_WAIT_S = 0.5  # how long the reason of a worker that ended may take to arrive
 _STACKS_WAIT_S = 0.2  # for one rank to write its stacks
+_ANSWER_WAIT_S = 2.0  # for every rank to say how far it has come; one that runs at all takes a millisecond
 _BLAME_WAIT_S = 1.0  # a broken collective is noticed before the death that broke it
 
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    status_fd: int
+    link: RankLink
+    process: subprocess.Popen[bytes] | None
+    """None when torchrun has started it."""
 
 
 class WatchedStep(Protocol):
@@ -51,24 +56,28 @@ class WatchedStep(Protocol):
 
 
 class WorkerGroup:
-    """Ranks 1 to N-1 of an engine, as child processes of this one.
+    """Ranks 1 to N-1 of an engine: child processes of this one, or processes that torchrun starts.
 
-    store_port: of the store on this host where the ranks meet; None when somebody else (torchrun) starts the ranks and
-    looks after them, so that only the deadline of a step is left to watch here.
+    store_port: of the store on this host where the workers that this group starts meet rank 0.
+    host: instead, this machine's address where the ranks that torchrun starts can join, at `link_address`.
     """
 
-    def __init__(self, setup: RankSetup, *, store_port: int | None) -> None:
+    def __init__(self, setup: RankSetup, *, store_port: int | None = None, host: str | None = None) -> None:
         self.failure: str | None = None
         """Why the engine cannot go on; None while all is well."""
         self.announces = False
         """Whether a failure is logged: once the engine runs, there may be no call to raise it for a long time."""
         self.in_flight: deque[WatchedStep] = deque()
         """Steps whose deadlines are watched, oldest first; the executor's to change."""
+        self.progress = Progress()
+        """Of rank 0."""
         self._setup = setup
         self._store_port = store_port
+        self._listener = None if host is None else LinkListener(host, setup.config.tensor_parallel_size)
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._close_timeout_s = 0.0
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="qwen-engine-workers", daemon=True)
         self._thread.start()
@@ -80,9 +89,15 @@ class WorkerGroup:
             raise
 
     @property
+    def link_address(self) -> str:
+        """For `StatusLink.connect`. Holds a secret."""
+        assert self._listener is not None
+        return self._listener.address
+
+    @property
     def pids(self) -> list[int]:
-        """Process ids, in rank order."""
-        return [worker.process.pid for worker in self._workers]
+        """Process ids of the workers that this group started, in rank order."""
+        return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def check(self) -> None:
         """Raises EngineDeadError once a worker has failed."""
@@ -110,22 +125,16 @@ class WorkerGroup:
         return self.failure
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Waits for workers that were told to stop, kills the rest. Nothing of the group is left afterwards."""
-        deadline = time.monotonic() + timeout_s
+        """Waits for workers that were told to stop, ends the rest. Nothing of the group is left afterwards."""
+        self._close_timeout_s = timeout_s
         self._closing.set()
         self._started.wait()
-        for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-        self._kill()
-        self._collect()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._end_all()
+        self._collect()
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                os.close(worker.status_fd)
-            with contextlib.suppress(OSError):
-                worker.process.stdin.close()
+            worker.link.close()
         self._workers.clear()
 
     def _run(self) -> None:
@@ -137,95 +146,134 @@ class WorkerGroup:
             self._fail(f"worker process could not be started ({summary(error)})")
         self._started.set()
         while not self._closing.is_set() and self.failure is None:
-            readable = _readable([worker.status_fd for worker in self._workers], _POLL_S)
-            ended = [w for w in self._workers if w.status_fd in readable or w.process.poll() is not None]
-            if ended:
-                self._fail_of(ended)
+            self._take(_POLL_S)
+            if self._dead():
+                self._fail(self._reason())
             if any(time.monotonic() > step.deadline and not step.is_done() for step in tuple(self.in_flight)):
-                self._dump_stacks()
-                timeout_s = self._setup.config.step_timeout_s
-                self._fail(f"a step took longer than step_timeout_s = {timeout_s:g} s; the stacks are in the log")
+                self._fail(self._why_it_hangs())
+        if self.failure is None:  # the workers that were told to stop end before this thread, which would kill them
+            self._take_until(self._all_have_ended, self._close_timeout_s)
+        if self._listener is not None:
+            self._listener.close()
 
     def _start(self, rank: int, store_port: int) -> _Worker:
-        read_fd, write_fd = os.pipe()
-        spec = WorkerSpec(
-            config=dataclasses.asdict(self._setup.config),
-            model_folder=str(self._setup.model_folder),
-            rank=rank,
-            store_port=store_port,
-            status_fd=write_fd,
-            parent_pid=os.getpid(),
-            log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "qwen_engine.engine.worker_main"],
-            stdin=subprocess.PIPE,
-            process_group=0,  # a terminal's Ctrl-C is for rank 0 alone
-            stdout=2,  # whatever a library prints belongs with the logs, not in the program's output
-            pass_fds=(write_fd,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        os.close(write_fd)
-        process.stdin.write(spec_line(spec))
-        process.stdin.flush()
-        return _Worker(rank, process, read_fd)
+        own, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as on_error:
+            on_error.callback(own.close)
+            spec = WorkerSpec(
+                config=dataclasses.asdict(self._setup.config),
+                model_folder=str(self._setup.model_folder),
+                rank=rank,
+                store_port=store_port,
+                link_fd=theirs.fileno(),
+                parent_pid=os.getpid(),
+                log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
+            )
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "qwen_engine.engine.worker_main"],
+                stdin=subprocess.PIPE,
+                process_group=0,  # a terminal's Ctrl-C is for rank 0 alone
+                stdout=2,  # whatever a library prints belongs with the logs, not in the program's output
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            on_error.pop_all()
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # one that has ended already says so itself
+            process.stdin.write(json.dumps(dataclasses.asdict(spec)).encode())
+        return _Worker(RankLink(rank, own), process)
 
-    def _fail_of(self, ended: list[_Worker]) -> None:
-        """These workers have ended or are about to. One whose collective broke is the victim of another."""
-        reasons = [(worker.rank, self._reason(worker)) for worker in ended]
-        rank, reason = next((pair for pair in reasons if not pair[1].startswith("RuntimeError")), reasons[0])
-        self._fail(f"rank {rank} died ({reason})")
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        return [worker.process for worker in self._workers if worker.process is not None]
 
-    def _reason(self, worker: _Worker) -> str:
-        """Why the worker has ended."""
-        data = b""
-        deadline = time.monotonic() + _REASON_WAIT_S
-        while not data.endswith(b"\n") and time.monotonic() < deadline:
-            readable = _readable([worker.status_fd], max(0.0, deadline - time.monotonic()))
-            part = os.read(worker.status_fd, 65536) if readable else b""
-            data += part
-            if not part:
-                break
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(_REASON_WAIT_S)
-        if data.endswith(b"\n"):
-            return json.loads(data)["error"]
-        code = worker.process.returncode
-        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    def _take(self, timeout_s: float) -> None:
+        """Lets in who joins and takes what the ranks say, waiting for the first of it."""
+        poller = select.poll()  # unlike select, it takes descriptors above 1023
+        for worker in self._workers:
+            if not worker.link.has_ended:
+                poller.register(worker.link, select.POLLIN)
+        for fd in self._listener.filenos if self._listener is not None else []:
+            poller.register(fd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+        if self._listener is not None:
+            self._workers += [_Worker(link, None) for link in self._listener.take()]
+        for worker in self._workers:
+            worker.link.take()
+
+    def _take_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition() and (left := deadline - time.monotonic()) > 0:
+            self._take(min(left, _POLL_S))
+
+    def _all_have_ended(self) -> bool:
+        return all(w.link.has_ended or (w.process is None and w.link.has_left) for w in self._workers)
+
+    def _dead(self) -> list[_Worker]:
+        """Workers that have ended, or are about to, without having been told to."""
+        return [worker for worker in self._workers if not worker.link.is_alive]
+
+    def _reason(self) -> str:
+        """Why the engine cannot go on, after some worker has ended. One whose collective broke is another's victim."""
+
+        def culprits() -> list[_Worker]:
+            return [worker for worker in self._dead() if not (worker.link.reason or "").startswith("RuntimeError")]
+
+        self._take_until(lambda: bool(culprits()), _REASON_WAIT_S)
+        worker = (culprits() or self._dead())[0]
+        return f"rank {worker.link.rank} died ({worker.link.reason or _end_of(worker)})"
 
     def _fail(self, reason: str) -> None:
         with self._lock:
             if self.failure is not None:
                 return
-            self._kill()  # first: whoever sees the failure finds no worker that goes on
+            self._end_all()  # first: whoever sees the failure finds no worker that goes on
             self.failure = reason
         if self.announces and not self._closing.is_set():
             logger.error("%s", reason)
         self._collect()
 
-    def _kill(self) -> None:
+    def _end_all(self) -> None:
         """Does not wait: a process that the kernel holds on to may take a while to go."""
+        for process in self._processes():
+            if process.poll() is None:
+                process.kill()
         for worker in self._workers:
-            if worker.process.poll() is None:
-                worker.process.kill()
+            worker.link.cut()
 
     def _collect(self) -> None:
+        for process in self._processes():
+            process.wait()
+
+    def _why_it_hangs(self) -> str:
+        """Says what is known of a step that has passed its deadline, and writes every rank's stacks."""
         for worker in self._workers:
-            worker.process.wait()
+            worker.link.ask(ASK_POSITION)
+        self._take_until(lambda: all(worker.link.position for worker in self._workers), _ANSWER_WAIT_S)
+        positions = {0: self.progress.position}
+        positions |= {worker.link.rank: worker.link.position for worker in self._workers}
+        self._dump_stacks()
+        timeout_s = self._setup.config.step_timeout_s
+        behind = who_is_behind(positions)
+        return f"a step took longer than step_timeout_s = {timeout_s:g} s: {behind}; the stacks are in the log"
 
     def _dump_stacks(self) -> None:
         for worker in self._workers:
-            logger.error("stacks of rank %d:", worker.rank)
-            worker.process.send_signal(signal.SIGUSR1)
+            logger.error("stacks of rank %d:", worker.link.rank)
+            if worker.process is None:
+                worker.link.ask(ASK_STACKS)  # they are in the log of its host
+            else:
+                worker.process.send_signal(signal.SIGUSR1)
             time.sleep(_STACKS_WAIT_S)
         logger.error("stacks of rank 0:")
         with contextlib.suppress(OSError, ValueError):  # stderr may not be a real file
             faulthandler.dump_traceback(all_threads=True)
 
 
-def _readable(fds: list[int], timeout_s: float) -> set[int]:
-    """Those of the descriptors that have data or have ended, as soon as there is one."""
-    poller = select.poll()  # unlike select, it takes descriptors above 1023
-    for fd in fds:
-        poller.register(fd, select.POLLIN)
-    return {fd for fd, _ in poller.poll(timeout_s * 1000)}
+def _end_of(worker: _Worker) -> str:
+    """How a worker ended that gave no reason."""
+    if worker.process is None:
+        return "its process has ended, or its host cannot be reached"
+    try:
+        code = worker.process.wait(_REASON_WAIT_S)
+    except subprocess.TimeoutExpired:
+        return "it has closed its link"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

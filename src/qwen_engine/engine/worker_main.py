@@ -1,26 +1,26 @@
 """The entry point of a worker process: bound to rank 0's life before it imports anything that takes time.
 
-Started by `worker_group` as `python -m qwen_engine.engine.worker_main`, with a `WorkerSpec` as one line of JSON on
-stdin. Stdin stays open for as long as rank 0 lives; its end, like the parent-death signal, ends this process at once.
-Errors go back as one line of JSON on the descriptor `status_fd`.
+Started by `worker_group` as `python -m qwen_engine.engine.worker_main`, with a `WorkerSpec` as JSON on stdin. The
+status link, on the descriptor `link_fd`, is open for as long as rank 0 lives; its end, like the parent-death signal,
+ends this process at once.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import faulthandler
 import json
 import logging
 import os
 import signal
+import socket
 import sys
-import threading
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from qwen_engine.errors import QwenEngineError, summary
+from qwen_engine.engine.status_link import StatusLink
+from qwen_engine.errors import QwenEngineError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +33,7 @@ class WorkerSpec:
     model_folder: str
     rank: int
     store_port: int
-    status_fd: int
+    link_fd: int
     parent_pid: int
     log_level: int
 
@@ -43,33 +43,24 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    spec = WorkerSpec(**json.loads(sys.stdin.readline()))
+    spec = WorkerSpec(**json.load(sys.stdin))
     if os.getppid() != spec.parent_pid:
         os._exit(1)  # the parent died before the signal was armed
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.set_inheritable(spec.link_fd, False)
+    link = StatusLink(socket.socket(fileno=spec.link_fd))
     logging.basicConfig(format=f"[rank {spec.rank}] %(message)s", level=logging.WARNING)
     logging.getLogger("qwen_engine").setLevel(spec.log_level)
     try:
         from qwen_engine.engine import worker  # torch: seconds
 
-        worker.run(spec)
+        worker.run(spec, link)
     except BaseException as error:
         if not isinstance(error, QwenEngineError):
             traceback.print_exc()
-        os.write(spec.status_fd, json.dumps({"error": summary(error)}).encode() + b"\n")
+        link.leave(error)
         os._exit(1)  # at once: a collective that waits for dead peers would block a regular exit
+    link.leave()
     os._exit(0)
-
-
-def spec_line(spec: WorkerSpec) -> bytes:
-    """The line `main` reads."""
-    return json.dumps(dataclasses.asdict(spec)).encode() + b"\n"
-
-
-def _exit_with_parent() -> None:
-    while sys.stdin.read(1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

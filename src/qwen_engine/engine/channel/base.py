@@ -13,6 +13,8 @@ from qwen_engine.errors import QwenEngineError
 MAX_MESSAGE_BYTES = 1 << 30
 SPIN_S = 0.002
 """A wait looks without pause for this long. Above the driver's time between two plans of a busy small model."""
+FLOW_SPIN_S = 0.05
+"""A reader with a core to itself looks for this long while messages flow: it is awake when the next plan comes."""
 MAX_SLEEP_S = 0.001
 CHECK_PERIOD_S = 0.02
 
@@ -76,11 +78,17 @@ class Closing(ABC):
         self.close()
 
 
-def wait(ready: Callable[[], bool], timeout_s: float | None, check: Check, pause: Callable[[float], object]) -> bool:
+def wait(
+    ready: Callable[[], bool],
+    timeout_s: float | None,
+    check: Check,
+    pause: Callable[[float], object],
+    spin_s: float = SPIN_S,
+) -> bool:
     """True once `ready()` is true; False after `timeout_s`.
 
-    Spins for SPIN_S, then pauses for 1/200 of the time waited so far, at most MAX_SLEEP_S: a wait of a decode step
-    ends within some 50 us of its event, and an idle engine costs next to no CPU.
+    Spins for `spin_s`, then pauses for 1/200 of the time waited so far, at most MAX_SLEEP_S: an idle engine costs next
+    to no CPU.
     """
     start = time.monotonic()
     next_check = start + CHECK_PERIOD_S
@@ -94,7 +102,7 @@ def wait(ready: Callable[[], bool], timeout_s: float | None, check: Check, pause
         if now >= next_check:
             check()
             next_check = now + CHECK_PERIOD_S
-        if waited < SPIN_S:
+        if waited < spin_s:
             os.sched_yield()
         else:
             pause(min(waited / 200, MAX_SLEEP_S))

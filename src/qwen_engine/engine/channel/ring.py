@@ -13,7 +13,16 @@ import struct
 import time
 import zlib
 
-from qwen_engine.engine.channel.base import ChannelError, Check, Closing, check_open, check_size, wait
+from qwen_engine.engine.channel.base import (
+    FLOW_SPIN_S,
+    SPIN_S,
+    ChannelError,
+    Check,
+    Closing,
+    check_open,
+    check_size,
+    wait,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +191,8 @@ class RingSubscriber(Closing):
         self._parts: list[bytes] = []  # chunks of a message that has not ended
         self._more = True
         self._torn_since: float | None = None
+        self._spins = has_cores_for(1 + self._ring.num_subscribers)
+        self._flows = False  # the last message came within FLOW_SPIN_S
         self._closed = False
 
     def _claim(self, index: int) -> None:
@@ -197,12 +208,14 @@ class RingSubscriber(Closing):
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         check_open(self._name, self._closed)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        start = time.monotonic()
+        spin_s = FLOW_SPIN_S if self._spins and self._flows else SPIN_S
         self._more = True
         while self._more:
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if not wait(self._read_chunk, remaining, self._check, time.sleep):
+            remaining = None if timeout_s is None else start + timeout_s - time.monotonic()
+            if not wait(self._read_chunk, remaining, self._check, time.sleep, spin_s):
                 raise TimeoutError(f"{self._name} got no message within {timeout_s:g} s")
+        self._flows = time.monotonic() - start < FLOW_SPIN_S
         message = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         return message
@@ -233,6 +246,11 @@ class RingSubscriber(Closing):
         if not self._closed:
             self._closed = True
             self._ring.close()
+
+
+def has_cores_for(num_processes: int) -> bool:
+    """Whether this process may use more cores than that, so that a spinning reader takes none from anybody."""
+    return len(os.sched_getaffinity(0)) > num_processes
 
 
 def _reserve_segment(size_bytes: int) -> int:
