@@ -100,8 +100,6 @@ def test_tpw_01_a_killed_engine_fails_its_requests_and_is_started_anew_as_often_
 
 
 def test_an_engine_that_hangs_is_killed_and_its_requests_fail(chat_model, monkeypatch):
-    monkeypatch.setattr(engine_client, "SILENCE_LIMIT_S", 1.0)
-    monkeypatch.setattr(engine_client, "HANG_LIMIT_S", 2.0)
     config = EngineConfig(model=str(chat_model), device="cpu", kv_cache_bytes=2**26)
     tokenizer = Tokenizer.from_folder(chat_model)
     inputs = InputProcessor(config, ModelConfig.from_folder(chat_model), tokenizer)
@@ -114,7 +112,9 @@ def test_an_engine_that_hangs_is_killed_and_its_requests_fail(chat_model, monkey
             await client.start()
             generation = client.submit([inputs.process("x", SamplingParams(max_tokens=15000))], streams=False)
             (engine,) = (pid for pid in children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            assert client.is_healthy
             os.kill(engine, signal.SIGSTOP)
+            monkeypatch.setattr(engine_client, "HANG_LIMIT_S", 2.0)
             with pytest.raises(EngineDeadError, match="no sign of life"):
                 await generation.wait_finished()
             assert not client.is_healthy
@@ -181,7 +181,7 @@ def test_keys_https_overload_and_a_drain_without_patience(chat_model, tmp_path):
             choice = waiting.result(60).json["choices"][0]
             assert (choice["finish_reason"], choice["text"]) == ("abort", "")
         assert ended(server) == 0
-        lines = [json.loads(line) for line in server.log if line.startswith("{")]
+        lines = [json.loads(line) for line in server.log]  # every line, of both processes
         requests = [line for line in lines if line["message"] == "request"]
         assert {line["finish_reason"] for line in requests if "finish_reason" in line} == {"abort"}
 
@@ -227,9 +227,8 @@ def test_a_drain_refuses_new_requests_and_finishes_old_ones(chat_model):
             assert answer["choices"][0]["finish_reason"] == "length"
             assert answer["usage"]["completion_tokens"] == 300
             server.process.terminate()  # the second signal does not wait for the other one
-            with contextlib.suppress(OSError):
-                assert last_event(stream.result(60))["choices"][0]["finish_reason"] == "abort"
-        assert ended(server) == 0
+            assert ended(server) == 0
+            assert stream.exception(60) or stream.result().status == 200  # cut off, or with a last chunk
 
 
 def test_a_signal_while_the_model_loads_ends_the_server(chat_model):
@@ -237,9 +236,10 @@ def test_a_signal_while_the_model_loads_ends_the_server(chat_model):
     with serve(chat_model, ready=False) as server:
         server.url = server.wait_for_log(r"listening on (http\S+\d)")[1]
         wait_until(lambda: server.engine_pid)
+        os.kill(server.engine_pid, signal.SIGSTOP)  # so that it goes on loading for as long as this takes
         assert server.ask("/health").status == 503
         answer = server.ask(COMPLETIONS, SHORT)
-        assert answer.status == 503 if answer.status != 200 else True  # ready already
+        assert (answer.status, answer.error["code"]) == (503, "engine_starting")
         server.process.terminate()
         assert ended(server) == 0
         assert directories() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from qwen_engine.errors import ConfigError, RequestError
 from qwen_engine.models.hub import DEMO_FOLDER
 from qwen_engine.request import Logprob, RequestSpec, SamplingParams
 from qwen_engine.server import wire
+from qwen_engine.server.app import create_app
 from qwen_engine.server.chat import Message
 from qwen_engine.server.chat_output import ChatDelta
 from qwen_engine.server.errors import MAX_MESSAGE_CHARS, ApiError, as_api_error
@@ -150,6 +152,26 @@ def test_unexpected_errors_show_nothing_and_long_messages_are_cut():
     assert "secret" not in str(error.body())
     error = as_api_error(RequestError("x" * 10_000, "prompt"))
     assert (error.status, error.param, len(error.body()["error"]["message"])) == (400, "prompt", MAX_MESSAGE_CHARS)
+
+
+def test_an_exception_in_a_route_is_an_envelope_without_internals():
+    app = create_app(None, api_keys=[], allowed_origins=[], max_request_bytes=100)  # no route can work
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [], "query_string": b""}
+    with pytest.raises(AttributeError):  # the log of the HTTP server gets it
+        asyncio.run(app(scope, receive, send))
+    start, body = sent
+    assert start["status"] == 500
+    error = json.loads(body["body"])["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "NoneType" not in error["message"]
 
 
 def test_body_options_become_template_options():

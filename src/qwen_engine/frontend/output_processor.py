@@ -7,8 +7,9 @@ the engine to end a sequence whose text hit a stop string. What the engine still
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from qwen_engine.request import (
@@ -34,16 +35,24 @@ class SampleDelta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def then(self, other: SampleDelta) -> SampleDelta:
-        """This delta and the next one of the same sample as one."""
+    @staticmethod
+    def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
+        """Successive deltas of one sample as one."""
+        last = deltas[-1]
+        if len(deltas) == 1:
+            return last
         return SampleDelta(
-            self.index,
-            self.text + other.text,
-            self.token_ids + other.token_ids,
-            self.logprobs + other.logprobs,
-            other.finish_reason,
-            other.stop_reason,
+            last.index,
+            "".join([delta.text for delta in deltas]),
+            tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
+            tuple(chain.from_iterable([delta.logprobs for delta in deltas])),
+            last.finish_reason,
+            last.stop_reason,
         )
+
+    def then(self, other: SampleDelta) -> SampleDelta:
+        """This delta and the next one as one."""
+        return SampleDelta.joined((self, other))
 
 
 class _Sample:

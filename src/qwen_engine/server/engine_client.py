@@ -70,7 +70,7 @@ class Generation:
             self._first_choice[state.request_id] = self._num_running
             self._num_running += state.spec.params.n
         self._has_output = False
-        self._pending: dict[int, SampleDelta] = {}
+        self._pending: dict[int, list[SampleDelta]] = {}
         self._last_token_time: dict[int, float] = {}
         self._changed = asyncio.Event()
         self.error: Exception | None = None
@@ -99,7 +99,7 @@ class Generation:
             await self._changed.wait()
         if self.error is not None and not self._pending:
             raise self.error
-        taken = sorted(self._pending.items())
+        taken = [(choice, SampleDelta.joined(deltas)) for choice, deltas in sorted(self._pending.items())]
         self._pending.clear()
         return taken
 
@@ -167,8 +167,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._num_running -= 1
         if self._streams:
-            before = self._pending.get(choice)
-            self._pending[choice] = delta if before is None else before.then(delta)
+            self._pending.setdefault(choice, []).append(delta)
         if self._streams or self.finished:
             self._changed.set()
         if self.finished:
@@ -185,7 +184,7 @@ class Generation:
 class _EngineProcess:
     """One life of the engine: the process, its socket and its heartbeat."""
 
-    def __init__(self, config: EngineConfig, model_folder: Path) -> None:
+    def __init__(self, config: EngineConfig, model_folder: Path, log_format: str) -> None:
         self.directory: Path | None = _private_directory()
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.PAIR)
@@ -207,6 +206,7 @@ class _EngineProcess:
             beat_fd=write_fd,
             parent_pid=os.getpid(),
             log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
+            log_format=log_format,
         )
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "qwen_engine.server.engine_process"],
@@ -267,6 +267,7 @@ class EngineClient:
         metrics: Metrics,
         *,
         max_restarts: int = 0,
+        log_format: str = "text",
         on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._config = config
@@ -274,6 +275,7 @@ class EngineClient:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._restarts_left = max_restarts
+        self._log_format = log_format
         self._on_death = on_death
         self._engine: _EngineProcess | None = None
         self._life: asyncio.Task[None] | None = None
@@ -366,7 +368,7 @@ class EngineClient:
         """Life after life of the engine, until one may not be followed by another."""
         while True:
             try:
-                engine = self._engine = _EngineProcess(self._config, self._model_folder)
+                engine = self._engine = _EngineProcess(self._config, self._model_folder, self._log_format)
                 reason = await self._live_once(engine, ready)
             finally:
                 await self._bury()

@@ -19,14 +19,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from qwen_engine.errors import EngineDeadError, QwenEngineError, RequestError, summary
-from qwen_engine.server import wire
+from qwen_engine.server import log_format, wire
 
 if TYPE_CHECKING:
     from qwen_engine.engine.core import EngineCore
@@ -198,7 +197,7 @@ def main() -> None:
     if os.getppid() != spec.parent_pid:
         os._exit(1)  # the parent died before the signal was armed
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    logging.basicConfig(format="[engine] %(message)s", level=logging.WARNING)
+    log_format.configure(spec.log_format, "[engine] ")
     logging.getLogger("qwen_engine").setLevel(spec.log_level)
     heart = _Heart(spec.beat_fd)
     heart.start()
@@ -215,7 +214,7 @@ def main() -> None:
         code = 1
         is_ours = isinstance(error, QwenEngineError)
         if not is_ours:
-            traceback.print_exc()
+            logger.exception("the engine fails")
         socket.send(wire.pack("failed", str(error) if is_ours else summary(error), is_ours))
     socket.close()
     context.term()  # waits until the last message has left

@@ -33,9 +33,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(content, ensure_ascii=False)
 
 
-def configure(log_format: str) -> None:
-    """Sets the format of everything this process logs to stderr."""
-    formatter = JsonFormatter() if log_format == "json" else TextFormatter("%(asctime)s %(levelname)s %(message)s")
+def configure(log_format: str, prefix: str = "") -> None:
+    """Sets the format of everything this process logs to stderr. prefix: of messages, where they are text."""
+    text = TextFormatter(f"%(asctime)s %(levelname)s {prefix}%(message)s")
+    formatter = JsonFormatter() if log_format == "json" else text
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -84,7 +84,13 @@ class _Server:
         names = args.served_model_name or [args.model]
         self._metrics = Metrics(prefix=args.metrics_prefix, model_name=names[0])
         self._client = EngineClient(
-            config, folder, tokenizer, self._metrics, max_restarts=args.restart_engine, on_death=self._note_death
+            config,
+            folder,
+            tokenizer,
+            self._metrics,
+            max_restarts=args.restart_engine,
+            log_format=args.log_format,
+            on_death=self._note_death,
         )
         defaults = model_config.sampling_defaults if args.generation_config == "auto" else {}
         options = ServiceOptions(model_names=names, max_queued=args.max_queued_requests, sampling_defaults=defaults)
@@ -213,6 +219,8 @@ class _Http(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError in one line, long before a model would have been loaded."""
+    if not 0 <= port <= 65535:  # the resolver would wrap it round
+        raise ConfigError(f"cannot listen on port {port}; ports are 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -223,7 +231,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
     return listener
 

@@ -32,6 +32,7 @@ class EngineProcessSpec:
     beat_fd: int
     parent_pid: int
     log_level: int
+    log_format: str
 
     def line(self) -> bytes:
         """As JSON, for the process's stdin."""
