@@ -91,7 +91,7 @@ def test_values_are_normalised():
         stop="end",
         stop_token_ids=[3, 3, 1],
         logit_bias={"5": 1000, 6: -INF, 7: 10**400},
-        allowed_token_ids=[2, 1],
+        allowed_token_ids=[2, 1, 2],
         bad_words=["x"],
     )
     assert params.temperature == 0.01

@@ -121,7 +121,7 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, INT64_MAX)
             if not allowed:
                 raise RequestError("allowed_token_ids is empty; no token could be chosen", param="allowed_token_ids")
-            object.__setattr__(self, "allowed_token_ids", allowed)
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
 

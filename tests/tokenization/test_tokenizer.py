@@ -2,6 +2,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,15 @@ def test_a_batch_is_encoded_like_single_texts(tiny):
     texts = ["hello world", "", "我能吞下玻璃"]
     assert tiny.encode_batch(texts) == [tiny.encode(text) for text in texts]
     assert tiny.encode_batch([]) == []
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tiny):
+    text = "hello world, " * 100_000
+    ended, turns = threading.Event(), 0
+    threading.Thread(target=lambda: (tiny.encode(text), ended.set()), daemon=True).start()
+    while not ended.wait(0.001):
+        turns += 1
+    assert turns > 10
 
 
 @pytest.mark.parametrize("text", ["half a pair \ud83d", None, 7])

@@ -96,7 +96,9 @@ def _add_text(app: FastAPI, service: Service) -> None:
         else:
             options = body.template_options
             ids = await service.in_pool(lambda: service.tokenizer.apply_chat_template(body.messages, **options))
-        texts = [token_text(service.tokenizer, id_) for id_ in ids] if body.return_token_strs else None
+        texts = None
+        if body.return_token_strs:
+            texts = await service.in_pool(lambda: [token_text(service.tokenizer, id_) for id_ in ids])
         content = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": texts}
         return json_response(content)
 

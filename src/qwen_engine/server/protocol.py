@@ -2,17 +2,20 @@
 
 Unknown fields are refused; types are not converted ("5" is no number). null means "not given" everywhere. Ranges are
 checked where `SamplingParams` checks them, so HTTP and Python refuse the same values with the same words.
+
+A body has room for millions of errors, each of a kilobyte, and only the first is told: lists stop at their first bad
+item (`Items`), and objects of the client's own keys are limited (`Map`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from qwen_engine.errors import shown
-from qwen_engine.request import SamplingParams
+from qwen_engine.request import MAX_LOGIT_BIAS, SamplingParams
 from qwen_engine.server.errors import ApiError, unsupported
 
 MAX_PROMPTS = 2048
@@ -26,8 +29,29 @@ _SAMPLING_FIELDS = (
 )
 
 
+def _check_size(content: object) -> object:
+    if isinstance(content, dict) and len(content) > MAX_LOGIT_BIAS:
+        raise ValueError(f"it has {len(content)} entries; at most {MAX_LOGIT_BIAS} are allowed")
+    return content
+
+
+_Item = TypeVar("_Item")
+Items = Annotated[list[_Item], Field(fail_fast=True)]
+Map = Annotated[dict[str, _Item], BeforeValidator(_check_size)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, content: object) -> object:
+        """The others would be an error each."""
+        if not isinstance(content, dict):
+            return content
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in content if name not in known]
+        return {name: value for name, value in content.items() if name in known or name == unknown[0]}
 
 
 class StreamOptions(Body):
@@ -49,11 +73,11 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Map[float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -103,7 +127,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: int | None = Field(None, description="Default 16; 0 together with echo only scores the prompt.")
     logprobs: int | None = None
     echo: bool | None = None
@@ -115,6 +139,8 @@ class CompletionBody(GenerationBody):
         if isinstance(prompt, str):
             return prompt
         if isinstance(prompt, list) and prompt:
+            if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+                raise ValueError(f"it holds {len(prompt)} prompts; at most {MAX_PROMPTS} fit in a request")
             kinds = {*map(type, prompt)}
             if kinds in ({str}, {int}):
                 return prompt
@@ -136,8 +162,6 @@ class CompletionBody(GenerationBody):
         super().check()
         if self.suffix not in (None, ""):
             raise unsupported("suffix", "suffix is not supported")
-        if len(self.prompts) > MAX_PROMPTS:
-            raise ApiError(400, f"{len(self.prompts)} prompts; at most {MAX_PROMPTS} fit in a request", param="prompt")
 
 
 class ResponseFormat(Body):
@@ -157,12 +181,12 @@ class Tool(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Items[dict[str, Any]]
     max_tokens: int | None = Field(None, description="Default: up to the context limit.")
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens, and stronger than it.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -237,7 +261,7 @@ class ResponsesBody(Body):
     """POST /v1/responses. Nothing is stored: a follow-up sends the whole conversation."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -245,7 +269,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[dict[str, Any]] | None = Field(None, description="Not supported yet.")
+    tools: Items[dict[str, Any]] | None = Field(None, description="Not supported yet.")
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled", "auto"] | None = None
@@ -254,7 +278,7 @@ class ResponsesBody(Body):
     timeout: float | None = Field(None, description="As in completions.")
     priority: int | None = None
     cache_salt: str | None = None
-    metadata: dict[str, str] | None = Field(None, description="Returned as it came.")
+    metadata: Map[str] | None = Field(None, description="Returned as it came.")
     user: Any = Field(None, description=IGNORED)
     store: Any = Field(None, description=IGNORED)
     service_tier: Any = Field(None, description=IGNORED)
@@ -318,10 +342,10 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -345,7 +369,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class AbortBody(Body):

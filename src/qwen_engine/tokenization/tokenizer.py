@@ -77,9 +77,10 @@ class Tokenizer:
                 raise RequestError(
                     "the text holds a lone surrogate (half of a UTF-16 pair); send UTF-8", param="prompt"
                 )
-        if len(texts) == 1:
-            return [self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
-        return [item.ids for item in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        # For one text too: unlike `encode`, this leaves the interpreter to other threads, for seconds if it is long.
+        return [
+            item.ids for item in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        ]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD, unknown ids become nothing."""
