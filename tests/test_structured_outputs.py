@@ -155,8 +155,9 @@ def test_a_batch_gives_what_each_request_gives_alone(llm, expected):
     ],
     ids=["chunked", "preempted", "two ranks"],
 )
-def test_chunks_preemption_and_ranks_change_nothing(folder, expected, options):
+def test_chunks_preemption_ranks_and_steps_ahead_change_nothing(folder, expected, options):
     with engine(folder, **options) as llm:
+        llm.core._executor.max_steps_in_flight = 2  # as on a GPU
         outs = run(llm, *mixed())
         preemptions = llm.core.scheduler.num_preemptions
     assert seen(outs) == expected
