@@ -705,9 +705,9 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_dropped(folder, monkeypat
         runner = llm._core._executor.runner
         execute = runner.execute
 
-        def collecting(plan: Any) -> Any:
+        def collecting(*args: Any) -> Any:
             gc.collect()
-            return execute(plan)
+            return execute(*args)
 
         monkeypatch.setattr(runner, "execute", collecting)
         assert len(one(llm, [7], greedy(3))["token_ids"]) == 3
@@ -801,7 +801,7 @@ def test_a_failed_step_ends_every_live_request_and_no_more(folder, monkeypatch):
         outer = llm.stream([5, 6], greedy(100))
         next(outer)
         with monkeypatch.context() as patch:
-            patch.setattr(llm._core._executor.runner, "execute", lambda plan: 1 / 0)
+            patch.setattr(llm._core._executor.runner, "execute", lambda plan, masks: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 one(llm, [7], greedy())
         *_, last = outer

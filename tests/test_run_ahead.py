@@ -128,7 +128,7 @@ def test_a_request_that_stops_wastes_at_most_one_row_and_one_that_reaches_its_le
     ids = base_output(plain, max_tokens=12)["token_ids"]
     runner, rows = ahead.core._executor.runner, []
     execute = runner.execute
-    monkeypatch.setattr(runner, "execute", lambda plan: rows.extend(plan.slots) or execute(plan))
+    monkeypatch.setattr(runner, "execute", lambda plan, masks: rows.extend(plan.slots) or execute(plan))
     for options, wasted in (({"stop_token_ids": [ids[6]]}, 1), ({}, 0)):
         rows.clear()
         out = one(ahead, "The quick", seeded(3, 12, **options))
@@ -172,7 +172,7 @@ def test_a_failed_launch_loses_the_step_before_it_and_no_more(ahead, monkeypatch
     outer = ahead.stream([5, 6], greedy(100))
     next(outer)
     with monkeypatch.context() as patch:
-        patch.setattr(ahead.core._executor.runner, "execute", lambda plan: 1 / 0)
+        patch.setattr(ahead.core._executor.runner, "execute", lambda plan, masks: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             one(ahead, [7], greedy())
     assert [out["finish_reason"] for out in outer] == ["abort"]
@@ -253,7 +253,7 @@ class Machine(RuleBasedStateMachine):
         """What a Ctrl-C in a step does: the outcome of what was in flight is unknown."""
         with pytest.MonkeyPatch.context() as patch:
 
-            def interrupt(_: object) -> None:
+            def interrupt(*_: object) -> None:
                 raise KeyboardInterrupt
 
             patch.setattr(self.llm.core._executor.runner, "execute", interrupt)

@@ -13,7 +13,7 @@ import torch
 
 from qwen_engine import SamplingParams
 from qwen_engine.kernels.reference import gumbel_noise
-from qwen_engine.layers.sampler import SamplingTables, SlotSampling, top_logprobs
+from qwen_engine.layers.sampler import SamplingTables, SlotSampling, TokenMasks, top_logprobs
 
 VOCAB = 61
 MAX_LEN = 64
@@ -61,7 +61,7 @@ class Batch:
             ]
         )
 
-    def sample(self, logits: torch.Tensor, slots: Sequence[int]) -> list[int]:
+    def sample(self, logits: torch.Tensor, slots: Sequence[int], masks: TokenMasks | None = None) -> list[int]:
         """One token for each of `slots`; also appends it to the rows."""
         before = logits.clone()
         table = torch.full((self.tables.max_num_seqs, MAX_LEN), 7, dtype=torch.int32)
@@ -73,6 +73,7 @@ class Batch:
             device_slots=torch.tensor(slots),
             positions=torch.tensor([self.rows[slot].position for slot in slots]),
             token_table=table,
+            masks=masks,
         ).tolist()
         assert torch.equal(logits, before), "the raw logits were changed"
         for slot, token_id in zip(slots, token_ids):
@@ -460,3 +461,35 @@ def test_top_logprobs_are_raw_log_softmax_with_ranks():
         torch.testing.assert_close(values.top_logprobs.double(), wanted, atol=1e-5, rtol=0)
         ranks = (expected > expected.gather(1, chosen[:, None])).sum(dim=1) + 1
         assert torch.equal(values.ranks, ranks)
+
+
+@pytest.mark.parametrize("vocab", [5, 32, 61, 64])
+def test_masked_rows_choose_among_the_allowed_ids_and_leave_the_others_alone(vocab):
+    """A mask is what `allowed_token_ids` would be, for one step and whatever other features the row has."""
+    rng = np.random.default_rng(vocab)
+    options: list[dict] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 3, "top_p": 0.7, "min_p": 0.01},
+        {"repetition_penalty": 5.0},
+    ]
+    for _ in range(10):
+        masked, allowed, plain = Batch(vocab=vocab), Batch(vocab=vocab), Batch(vocab=vocab)
+        ids = [sorted(rng.choice(vocab, rng.integers(1, 4), replace=False).tolist()) for _ in options]
+        for index, option in enumerate(options):
+            row = {"seed": index, "prompt": [1, 2]}
+            masked.put({index: Row(SamplingParams(**option), **row)})
+            plain.put({index: Row(SamplingParams(**option), **row)})
+            allowed.put({index: Row(SamplingParams(**option, allowed_token_ids=ids[index]), **row)})
+        bits = np.zeros((len(options), -(-vocab // 32)), dtype=np.uint32)
+        for row_bits, row_ids in zip(bits, ids):
+            for id_ in row_ids:
+                row_bits[id_ // 32] |= np.uint32(1) << np.uint32(id_ % 32)
+        logits = torch.tensor(rng.normal(0, 3, (len(options), vocab)), dtype=torch.float32)
+        slots = list(range(len(options)))
+        free = plain.sample(logits, slots)
+        limited = allowed.sample(logits, slots)
+        chosen = rng.choice(len(options), rng.integers(1, len(options) + 1), replace=False)
+        masks = TokenMasks(chosen, bits[chosen].view(np.int32))
+        tokens = masked.sample(logits, slots, masks)
+        assert tokens == [limited[slot] if slot in chosen else free[slot] for slot in slots]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qwen_engine.config import EngineConfig
-from qwen_engine.request import RequestOutput, SamplingParams
+from qwen_engine.request import RequestOutput, SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from qwen_engine.llm import LLM
 
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 

@@ -188,7 +188,9 @@ class LLM:
             with self._engine() as core:
                 for state in states:
                     for index, sequence_id in enumerate(state.spec.sequence_ids):
-                        core.add(state.spec.sequence(index))
+                        sequence = state.spec.sequence(index)
+                        self._inputs.constrain(sequence)
+                        core.add(sequence)
                         self._live[sequence_id] = state
             while True:
                 with self._engine() as core:

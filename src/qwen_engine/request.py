@@ -9,6 +9,7 @@ Ranges are checked here, in one place; what depends on the model (vocabulary, co
 from __future__ import annotations
 
 import enum
+import json
 import logging
 import math
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
-from qwen_engine.errors import RequestError, shown
+from qwen_engine.errors import RequestError, shown, summary
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,61 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64  # every slot has room for the most and longest in use
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 65_536
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so n samples of one seed get n different seeds
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What the text of an output has to be: exactly one of the fields. Each is compiled when the request is made.
+
+    json: matches this JSON schema (an object, or its text). json_object: any JSON object. regex: matches as a whole.
+    choice: is one of these strings. grammar: is derived from `start` of a Lark grammar, or `root` of an EBNF one.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise _bad_structure(f"json_object is {shown(self.json_object)}; it must be true or false")
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise _bad_structure(
+                f"structured_outputs has {len(given)} constraints ({', '.join(given)}); it must have one of "
+                "json, json_object, regex, choice, grammar"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            choices = _strings("structured_outputs", self.choice, MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHARS)
+            if not choices:
+                raise _bad_structure("choice is empty; it must hold at least one string")
+            object.__setattr__(self, "choice", choices)
+        texts = self.choice if self.choice is not None else (self.json or self.regex or self.grammar or "",)
+        for text in texts:
+            if not isinstance(text, str):
+                raise _bad_structure(f"{given[0]} is {shown(text)}; it must be a string")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise _bad_structure(f"{given[0]} holds a lone surrogate (half of a UTF-16 pair)") from None
+        if (length := sum(map(len, texts))) > MAX_GRAMMAR_CHARS:
+            raise _bad_structure(f"{given[0]} has {length} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
+
+
+class TokenConstraint(Protocol):
+    """Decides, token by token, which ids may come next in one sequence (`TokenMatcher` in tokenization/structured)."""
+
+    @property
+    def error(self) -> str | None: ...
+    def mask(self) -> bytes: ...
+    def accept(self, token_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +106,8 @@ class SamplingParams:
     min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
     tokens.
+    structured_outputs: what the text has to be, a `StructuredOutputs` or a mapping of its fields. The output then ends
+    when it is complete, before `min_tokens` if need be. Thinking before the answer is free.
     """
 
     n: int = 1
@@ -76,6 +132,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, 1, MAX_SAMPLES)
@@ -109,6 +166,13 @@ class SamplingParams:
             raise RequestError(f"n is {self.n}, but greedy samples are all equal; raise temperature", param="n")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", param="stop")
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", _structured_outputs(self.structured_outputs))
+            if self.allowed_token_ids is not None:
+                raise RequestError(
+                    "allowed_token_ids and structured_outputs could leave no token to choose; give one of them",
+                    param="allowed_token_ids",
+                )
 
     def _normalise_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -143,6 +207,11 @@ class SamplingParams:
                 if not 0 <= token_id < vocab_size:
                     raise RequestError(f"{name} holds id {shown(token_id)}; ids are 0 to {vocab_size - 1}", param=name)
         ends = {*self.stop_token_ids, *eos_token_ids}
+        if self.structured_outputs is not None and not ends:
+            raise RequestError(
+                "structured output ends at an end-of-sequence token, but this request has none: leave ignore_eos out",
+                param="ignore_eos",
+            )
         if self.min_tokens and self.allowed_token_ids is not None and ends.issuperset(self.allowed_token_ids):
             raise RequestError(
                 f"allowed_token_ids only holds ids that end the output, and min_tokens is {self.min_tokens}",
@@ -179,6 +248,7 @@ class Request:
         "block_ids",
         "block_keys",
         "cache_salt",
+        "constraint",
         "finish_reason",
         "limit_tokens",
         "num_cached_tokens",
@@ -224,6 +294,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.bad_word_ids = bad_word_ids
+        self.constraint: TokenConstraint | None = None  # of params.structured_outputs; set before it is queued
         self.stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
@@ -430,6 +501,34 @@ def _token_ids(name: str, value: Any, max_count: int) -> tuple[int, ...]:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise RequestError(f"{name} holds {shown(token_id)}; every entry must be a token id", param=name)
     return tuple(value)
+
+
+def _structured_outputs(value: Any) -> StructuredOutputs:
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise _bad_structure(f"structured_outputs is {type(value).__name__}; it must be an object")
+    known = StructuredOutputs.__dataclass_fields__
+    if unknown := [key for key in value if key not in known]:
+        raise _bad_structure(f"structured_outputs has unknown key {shown(unknown[0])}; known: {', '.join(known)}")
+    return StructuredOutputs(**value)
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON schema as text, properties in their order."""
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _bad_structure(f"json is no JSON schema: {summary(error)}") from error
+    if not isinstance(schema, Mapping):
+        raise _bad_structure(f"json is {shown(schema)}; a JSON schema must be an object")
+    return text
+
+
+def _bad_structure(message: str) -> RequestError:
+    return RequestError(message, param="structured_outputs")
 
 
 def _logit_bias(value: Any) -> dict[int, float]:

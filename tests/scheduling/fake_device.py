@@ -19,6 +19,21 @@ from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 VOCAB_SIZE = 11
 
 
+class _UnreadConstraint:
+    """The scheduler looks at whether there is a constraint and not at what it says."""
+
+    error = None
+
+    def mask(self) -> bytes:
+        raise AssertionError("the scheduler asked for a mask")
+
+    def accept(self, token_id: int) -> None:
+        raise AssertionError(f"the scheduler showed token {token_id}")
+
+
+UNREAD = _UnreadConstraint()
+
+
 def seed_of(salt: str | None) -> int:
     return sum((index + 1) * ord(char) for index, char in enumerate(salt or ""))
 
@@ -197,6 +212,7 @@ class Driver:
         salt: str | None = None,
         priority: int = 0,
         prompt_logprobs: int | None = None,
+        constrained: bool = False,
     ) -> Request:
         params = SamplingParams(
             temperature=0.0,
@@ -214,6 +230,8 @@ class Driver:
             cache_salt=salt,
             eos_token_ids=eos_token_ids,
         )
+        if constrained:
+            request.constraint = UNREAD
         self.scheduler.add(request)
         self.requests.append(request)
         self.outputs[id(request)] = []
@@ -224,10 +242,13 @@ class Driver:
         scheduler = self.scheduler
         decoding = [r for r in scheduler.running if r.num_tokens - r.num_computed_tokens == 1]
         decoding = [r for r in decoding if r.num_tokens < r.limit_tokens]
+        ahead = [r for r in self.requests if r.constraint is not None and len(r.token_ids) < r.num_tokens]
+        decoding = [r for r in decoding if r not in ahead]
         plan = scheduler.schedule()
         scheduler.check()
         if plan is None:
             return None
+        assert not any(r in ahead for r in scheduler.sampling_requests), "a constrained request was decoded ahead"
         assert all(r.slot in plan.slots or not r.block_ids for r in decoding), "a decoding request was stalled"
         if scheduler.policy == "fcfs" and scheduler.running and scheduler.waiting:
             assert scheduler.running[-1].arrival < scheduler.waiting[-1].arrival, "a request was overtaken"

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from qwen_engine.request import INT64_MAX, INT64_MIN, Request, SamplingParams
 from qwen_engine.scheduling.block_manager import BlockManager
-from qwen_engine.scheduling.plan_codec import INT32_MAX, PlanError, decode_plan, encode_plan
+from qwen_engine.scheduling.plan_codec import (
+    INT32_MAX,
+    PlanError,
+    decode_plan,
+    encode_plan,
+)
 from qwen_engine.scheduling.scheduler import Scheduler
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
@@ -123,6 +128,12 @@ def test_a_plan_of_256_decoding_rows_is_under_two_kilobytes() -> None:
 
 def test_default_sampling_parameters_cost_one_byte() -> None:
     assert len(encode_plan(small_plan(top_k=5))) - len(encode_plan(small_plan())) == len(msgpack.packb("top_k")) + 1
+
+
+@pytest.mark.parametrize("fields", [{"json": {"type": "object"}}, {"json_object": True}, {"choice": ["a", "é"]}])
+def test_constraints_come_back_equal(fields) -> None:
+    plan = small_plan(structured_outputs=fields)
+    assert decode_plan(encode_plan(plan)) == plan
 
 
 def test_plans_of_a_real_scheduler_come_back_equal() -> None:

@@ -114,3 +114,22 @@ def test_applying_another_step_or_another_number_of_tokens_is_an_error():
         driver.launch()
         with pytest.raises(AssertionError, match="launched step 0"):
             driver.scheduler.apply(step, token_ids)
+
+
+def test_a_constrained_request_is_not_decoded_ahead_while_others_are():
+    driver = Driver(num_blocks=20, depth=3)
+    constrained = driver.add("constrained", [1] * 6, max_tokens=5, constrained=True)
+    free = driver.add("free", [2] * 6, max_tokens=5)
+    while len(driver.launched) < 3:
+        driver.launch()
+    assert (constrained.num_tokens, free.num_tokens) == (7, 9)
+    driver.settle()
+    assert constrained.slot in driver.launch().slots
+    driver.run()
+    driver.check_outputs()
+    alone = Driver(num_blocks=20, depth=3)
+    alone.add("alone", [1] * 6, max_tokens=3, constrained=True)
+    assert alone.launch() is not None
+    assert alone.launch() is None
+    alone.run()
+    alone.check_outputs()

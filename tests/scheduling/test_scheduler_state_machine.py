@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         salt=st.sampled_from(SALTS),
         priority=st.integers(-1, 1),
+        constrained=st.booleans(),
     )
     def arrive(self, context, num_shared, rest, max_tokens, min_tokens, **options):
         self.num_requests += 1
@@ -124,6 +125,7 @@ def soak(driver: Driver, rng: random.Random, num_steps: int) -> None:
                     eos_token_ids=rng.choice([(), (7,)]),
                     salt=rng.choice(SALTS),
                     priority=rng.randint(0, 2),
+                    constrained=len(driver.requests) % 4 == 0,
                 )
         if rng.random() < 0.02 and scheduler.requests:
             driver.abort(rng.choice(list(scheduler.requests)))

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_engine.config import EngineConfig, ModelConfig
+from qwen_engine.engine import constraints
 from qwen_engine.engine.executor import Executor, LaunchedStep
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import join
-from qwen_engine.errors import EngineDeadError
+from qwen_engine.errors import EngineDeadError, RequestError
 from qwen_engine.request import PositionLogprobs, Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager
 from qwen_engine.scheduling.scheduler import Scheduler
@@ -135,6 +136,8 @@ class EngineCore:
         """Queues a request. Raises RequestError if it cannot be served, EngineDeadError after `close`."""
         if self._executor is None:
             raise EngineDeadError("the engine is closed; create a new one")
+        if request.params.structured_outputs is not None and request.constraint is None:
+            raise RequestError("structured_outputs was not compiled for this request", param="structured_outputs")
         self.scheduler.add(request)
 
     def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
@@ -167,6 +170,9 @@ class EngineCore:
         ]
         for row, request in enumerate(sampled):
             if request is not None:
+                if constraints.take_token(request, result.token_ids[row]) is not None:
+                    self.scheduler.fail(request)
+                    self._drop_useless_steps()
                 logprobs = result.logprobs[row] if result.logprobs else None
                 outputs.append(TokenOutput(request, result.token_ids[row], logprobs))
         return outputs
@@ -203,7 +209,8 @@ class EngineCore:
         owners: dict[int, Request] = {}
         if self.scheduler.num_with_prompt_logprobs:
             owners = {r.slot: r for r in self.scheduler.running if r.params.prompt_logprobs is not None}
-        self._in_flight.append(_StepInFlight(plan.step, self._executor.launch(plan), owners))
+        masks = constraints.masks_of(self.scheduler.sampling_requests)
+        self._in_flight.append(_StepInFlight(plan.step, self._executor.launch(plan, masks), owners))
         return True
 
     def _drop_useless_steps(self) -> None:

@@ -20,6 +20,7 @@ from qwen_engine.engine.cuda_graphs import CudaGraphs
 from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.layers.attention import AttentionMetadata
+from qwen_engine.layers.sampler import TokenMasks
 from qwen_engine.models.qwen3 import Qwen3Model
 
 
@@ -57,7 +58,7 @@ class DecodeStep:
         """The parts of a step that can be captured, by name, in order."""
         return {"forward": self._forward, "choose": self._choose_plain}
 
-    def run(self, slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, slots: list[int], masks: TokenMasks | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decodes one token for each slot: (its id, int64 [rows], and this rank's logits [rows, n]).
 
         Both are views of buffers that the next step overwrites.
@@ -71,7 +72,7 @@ class DecodeStep:
         if self._sampler.is_plain(host_slots):
             launch("choose", size)
         else:
-            self._sampler.choose(logits, self._slots[:rows], host_slots, token_ids)
+            self._sampler.choose(logits, self._slots[:rows], host_slots, token_ids, masks)
         return token_ids, logits
 
     def clear(self) -> None:

@@ -29,6 +29,7 @@ from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import LOAD_TIMEOUT_S, STOP
 from qwen_engine.engine.worker_group import WorkerGroup
 from qwen_engine.errors import EngineDeadError, QwenEngineError
+from qwen_engine.layers.sampler import TokenMasks
 from qwen_engine.scheduling.plan_codec import encode_plan
 from qwen_engine.scheduling.step_plan import StepPlan
 
@@ -130,11 +131,11 @@ class Executor:
         if self._workers is not None:
             self._workers.check()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a step on all ranks. Raises EngineDeadError if a rank has failed."""
+    def launch(self, plan: StepPlan, masks: TokenMasks | None = None) -> LaunchedStep:
+        """Starts a step on all ranks; `masks` are for this one, which samples. EngineDeadError if a rank has failed."""
         launched = LaunchedStep(time.monotonic() + self._setup.config.step_timeout_s)
         if self._workers is None:
-            launched.result = self.runner.execute(plan)
+            launched.result = self.runner.execute(plan, masks)
             return launched
         self._workers.check()
         with self._all_ranks_in_step(self._workers):
@@ -142,7 +143,7 @@ class Executor:
             self._workers.in_flight.append(launched)
             self._workers.progress.begin_step()
             self._publisher.publish(encode_plan(plan))
-            launched.result = self.runner.execute(plan)
+            launched.result = self.runner.execute(plan, masks)
         return launched
 
     def wait(self, launched: LaunchedStep) -> StepOutput:

@@ -24,7 +24,7 @@ from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.attention import AttentionMetadata
-from qwen_engine.layers.sampler import TopLogprobs, top_logprobs
+from qwen_engine.layers.sampler import TokenMasks, TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import Logprob, PositionLogprobs, SamplingParams
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
@@ -220,12 +220,15 @@ class ModelRunner:
         self.decode.graphs = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Launches a step. Nothing here waits for the device. None on all ranks but the first."""
-        with self._on_device():
-            return self._execute(plan)
+    def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult | None:
+        """Launches a step. Nothing here waits for the device. None on all ranks but the first.
 
-    def _execute(self, plan: StepPlan) -> StepResult | None:
+        masks: of the sampling rows that are constrained; only the first rank has them.
+        """
+        with self._on_device():
+            return self._execute(plan, masks)
+
+    def _execute(self, plan: StepPlan, masks: TokenMasks | None) -> StepResult | None:
         tables = self.tables
         tables.apply(plan)
         slots = np.array(plan.slots, dtype=np.int64)
@@ -240,12 +243,12 @@ class ModelRunner:
         sampled_slots = slots[samples]
         prompt_logprobs: dict[int, tuple[int, list[_HostLogprobs]]] = {}
         if samples.all() and (counts == 1).all():
-            token_ids, logits = self.decode.run(plan.slots)
+            token_ids, logits = self.decode.run(plan.slots, masks)
         else:
             hidden = self.model(tables.token_table, self._metadata(slots, counts, starts, ends), self.kv_cache)
             last = np.cumsum(counts) - 1
             prompt_logprobs = self._prompt_logprobs(hidden, slots, starts, ends, first=last - counts + 1)
-            token_ids, logits = self._choose(hidden, last[samples], sampled_slots)
+            token_ids, logits = self._choose(hidden, last[samples], sampled_slots, masks)
         logprobs = self._sampled_logprobs(token_ids, logits, sampled_slots)
         if self.check_agreement:
             self._check_agreement(plan, starts, token_ids)
@@ -261,7 +264,7 @@ class ModelRunner:
             raise QwenEngineError(f"ranks disagree about step {plan.step}: digests of rows and tokens are {digests}")
 
     def _choose(
-        self, hidden: torch.Tensor, rows: np.ndarray, slots: np.ndarray
+        self, hidden: torch.Tensor, rows: np.ndarray, slots: np.ndarray, masks: TokenMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses the next token of `slots` from the hidden states at `rows`: (ids, this rank's part of the logits)."""
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -272,7 +275,7 @@ class ModelRunner:
         if self.sampler.is_plain(slots):
             self.sampler.choose_plain(logits, device_slots.int(), token_ids)
         else:
-            self.sampler.choose(logits, device_slots.int(), slots, token_ids)
+            self.sampler.choose(logits, device_slots.int(), slots, token_ids, masks)
         return token_ids, logits
 
     def _sampled_logprobs(

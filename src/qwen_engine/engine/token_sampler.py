@@ -14,6 +14,7 @@ from qwen_engine import kernels
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.layers.embedding import VocabParallelEmbedding
+from qwen_engine.layers.sampler import TokenMasks
 
 
 class TokenSampler:
@@ -47,7 +48,12 @@ class TokenSampler:
         kernels.advance_to_best(keys, slots, tables.token_table, tables.num_tokens, token_ids)
 
     def choose(
-        self, logits: torch.Tensor, slots: torch.Tensor, host_slots: np.ndarray, token_ids: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        host_slots: np.ndarray,
+        token_ids: torch.Tensor,
+        masks: TokenMasks | None,
     ) -> None:
         """The same for rows of any kind, none of them padding; host_slots: the slots as the host knows them."""
         tables = self._tables
@@ -61,6 +67,7 @@ class TokenSampler:
                     device_slots=device_slots,
                     positions=tables.num_tokens[device_slots].long(),
                     token_table=tables.token_table,
+                    masks=masks,
                 )
             )
         self._tp.broadcast(token_ids)

@@ -11,7 +11,8 @@ from typing import Any
 
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.errors import RequestError
-from qwen_engine.request import RequestSpec, SamplingParams
+from qwen_engine.request import Request, RequestSpec, SamplingParams
+from qwen_engine.tokenization.structured import GrammarCompiler
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -28,6 +29,7 @@ class InputProcessor:
         self._config = config
         self._model_config = model_config
         self._numbers = itertools.count()
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size=model_config.vocab_size)
 
     def process(self, prompt: Prompt, params: SamplingParams) -> RequestSpec:
         """Checks and tokenizes one request. Raises RequestError."""
@@ -45,6 +47,8 @@ class InputProcessor:
             token_ids = self.needs_tokenizer().encode(text)
         if params.stop:
             self.needs_tokenizer()
+        if params.structured_outputs is not None:
+            self._needs_grammars().check(params.structured_outputs)
         number = next(self._numbers)
         seed = params.seed
         if seed is None or seed == -1:
@@ -60,6 +64,19 @@ class InputProcessor:
             eos_token_ids=eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words),
         )
+
+    def constrain(self, sequence: Request) -> None:
+        """Gives a sequence that asks for structured output its constraint, before it is queued. Raises RequestError.
+
+        The first one takes a second, to build the vocabulary; a new grammar milliseconds.
+        """
+        if sequence.params.structured_outputs is not None:
+            self._needs_grammars().constrain(sequence)
+
+    def _needs_grammars(self) -> GrammarCompiler:
+        self.needs_tokenizer()
+        assert self._grammars is not None
+        return self._grammars
 
     def needs_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -4,9 +4,9 @@ The parameters of a slot lie in device tables (`SamplingTables`), written once w
 some requests need (per-vocabulary tables, bad words) is allocated at first use. The host remembers which slots use
 which feature, so a step launches nothing that no row of it needs.
 
-Order of operations: logit bias, allowed ids, bad words, min_tokens → penalties → temperature → min_p → top_k → top_p →
-Gumbel-max with noise that depends on (seed, position, token id) alone. Allowed ids are a hard limit; bad words and
-min_tokens give way where together they would leave nothing of it.
+Order of operations: token masks, logit bias, allowed ids, bad words, min_tokens → penalties → temperature → min_p →
+top_k → top_p → Gumbel-max with noise that depends on (seed, position, token id) alone. Token masks and allowed ids are
+hard limits; bad words and min_tokens give way where together they would leave nothing of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qwen_engine import kernels
 from qwen_engine.request import SamplingParams
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_FEATURES = ("penalties", "bias", "bad_words", "min_tokens", "filters", "logprobs")
+_FEATURES = ("penalties", "bias", "bad_words", "min_tokens", "filters", "masks", "logprobs")
 _WILDCARD = -1  # matches any token in a bad word's prefix
 _NO_TOKEN = -2  # matches nothing
 _MASKED = -1e9  # far below any logit, yet above the -inf of a token that is not allowed
@@ -50,6 +50,14 @@ class TopLogprobs:
     ranks: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Ids that some rows of a step may choose. rows: int64 [m]; bits: int32 [m, ceil(vocab / 32)], lowest first."""
+
+    rows: np.ndarray
+    bits: np.ndarray
 
 
 class SamplingTables:
@@ -116,6 +124,7 @@ class SamplingTables:
             "bad_words": bool(entry.bad_word_ids),
             "min_tokens": params.min_tokens > num_output and bool(entry.stop_ids),
             "filters": filters,
+            "masks": params.structured_outputs is not None,  # so that every rank knows of rows that get masks
             "logprobs": params.logprobs is not None,
         }
         for name, used in uses.items():
@@ -188,13 +197,14 @@ class SamplingTables:
         device_slots: torch.Tensor,
         positions: torch.Tensor,
         token_table: torch.Tensor,
+        masks: TokenMasks | None = None,
     ) -> torch.Tensor:
         """Chooses one token per row; int64 [rows].
 
         logits: [rows, vocab], left unchanged. slots: each row's slot, on the host; device_slots: the same, int64 on the
         device. positions: int64 [rows], index the chosen token will have. token_table: int32 [slots, max_len].
         """
-        adjusted = self._adjust(logits, slots, device_slots, positions, token_table)
+        adjusted = self._adjust(logits, slots, device_slots, positions, token_table, masks)
         temperature, top_p, min_p = self._floats[:3, device_slots].unbind(0)
         seeds, top_k = self._integers[:2, device_slots].unbind(0)
         lowest = None
@@ -225,9 +235,12 @@ class SamplingTables:
         device_slots: torch.Tensor,
         positions: torch.Tensor,
         token_table: torch.Tensor,
+        masks: TokenMasks | None,
     ) -> torch.Tensor:
-        """Bias, masks and penalties, in fp32; the logits themselves when no row has any."""
+        """Masks, bias and penalties, in fp32; the logits themselves when no row has any."""
         steps: list[Callable[[torch.Tensor], None]] = []
+        if masks is not None:
+            steps.append(lambda x: self._apply_masks(x, masks))
         if self._any("bias", slots) and self._bias is not None:
             bias = self._bias
             steps.append(lambda x: x.add_(bias[device_slots]))
@@ -243,6 +256,12 @@ class SamplingTables:
         for step in steps:
             step(adjusted)
         return adjusted
+
+    def _apply_masks(self, x: torch.Tensor, masks: TokenMasks) -> None:
+        rows, bits = self._to_device(masks.rows), self._to_device(masks.bits)
+        shifts = torch.arange(32, dtype=torch.int32, device=self.device)
+        allowed = (bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, : self.vocab_size]
+        x[rows] = x[rows].masked_fill(~allowed, float("-inf"))
 
     def _mask_bad_words(
         self, x: torch.Tensor, device_slots: torch.Tensor, positions: torch.Tensor, token_table: torch.Tensor

@@ -81,6 +81,8 @@ def encode_params(params: SamplingParams) -> dict[str, Any]:
             value = _pack_ids(name, value)
         elif name == "logit_bias":
             value = [_pack_ids(name, list(value)), struct.pack(f"<{len(value)}d", *value.values())]
+        elif name == "structured_outputs":
+            value = dataclasses.asdict(value)
         fields[name] = value
     return fields
 

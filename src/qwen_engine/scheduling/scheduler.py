@@ -9,6 +9,7 @@ Invariants:
   the worst running request is preempted first.
 - A running request holds blocks for every token it knows, so only a decode that enters a new block can run out.
 - The first running request is never preempted: alone, every admitted request fits in the pool.
+- A constrained request is not decoded ahead: the value of its last token decides what may come next.
 - `schedule` may run ahead of `apply` by any number of steps. Steps execute in order, so a block or slot given up here
   can be handed out at once: whatever still reads it was launched earlier.
 
@@ -91,6 +92,11 @@ class Scheduler:
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=self._reverse_order)
 
+    @property
+    def sampling_requests(self) -> list[Request]:
+        """The requests that the step scheduled last samples a token for, in plan order."""
+        return self._launched[-1].requests
+
     def check_admissible(self, request: Request) -> None:
         """Raises RequestError if the request is malformed, can never run, or finds the queue full."""
         num_prompt, max_len = request.num_prompt_tokens, self.max_model_len
@@ -139,6 +145,11 @@ class Scheduler:
         request.stop_reason = stop_reason
         self._forget(request)
         return request
+
+    def fail(self, request: Request) -> None:
+        """Ends a request that cannot go on, or takes back that it ended well."""
+        self.finish(request.request_id, "abort")
+        request.finish_reason, request.stop_reason = "abort", None
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step; None when no request can move before a launched step is applied."""
@@ -232,6 +243,8 @@ class Scheduler:
         for request in running:  # loses elements at its end only, when a victim is taken
             end = request.num_tokens
             if end - request.num_computed_tokens != 1 or end >= request.limit_tokens:
+                continue
+            if request.constraint is not None and len(request.token_ids) < end:
                 continue
             if end > len(request.block_ids) * block_size:
                 while not block_manager.num_free_blocks and running[-1] is not request:
