@@ -12,6 +12,7 @@ from tiny_models import save_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))  # fault_tools
 
+from scripted import ScriptedServer, scripted_server
 from server_tools import Server, serve
 
 DEMO = Path(__file__).parents[2] / "src" / "qwen_engine" / "demo"
@@ -35,4 +36,10 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(chat_model: Path) -> Iterator[Server]:
     with serve(chat_model, "--max-model-len", "512", "--max-num-seqs", "64", "--served-model-name", "tiny") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[ScriptedServer]:
+    with scripted_server() as server:
         yield server

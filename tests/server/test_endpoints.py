@@ -294,7 +294,10 @@ def test_batches_and_samples_are_ordered(server):
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "code"}]}, "tools[0].type"),
         (CHAT, {}, "messages"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-        (RESPONSES, {"input": [{"type": "function_call"}]}, "input[0]"),
+        (RESPONSES, {"input": [{"type": "function_call"}]}, "input[0].name"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (RESPONSES, {"input": [{"type": "reasoning", "summary": 5}]}, "input[0].summary"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ],
 )
