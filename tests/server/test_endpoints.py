@@ -315,7 +315,7 @@ def test_requests_that_are_no_requests(server):
     assert server.ask(COMPLETIONS, b'{"prompt":"\\ud800"}').status == 400
     assert server.ask(COMPLETIONS, b"x=1", headers={"Content-Type": "text/plain"}).status == 400
     assert server.ask(COMPLETIONS, b"{}", headers={"Content-Encoding": "gzip"}).status == 400
-    for path in ("/v1/none", "/", "/health/", "//health", "/v1/completions/"):
+    for path in ("/v1/none", "/static/", "/static/../chat.py", "/health/", "//health", "/v1/completions/"):
         assert server.ask(path).error["code"] == "unknown_url", path
     answer = server.ask(COMPLETIONS)
     assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
