@@ -21,7 +21,7 @@ import uvicorn
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.errors import EngineDeadError
 from qwen_engine.models.hub import DEMO_FOLDER
-from qwen_engine.request import RequestSpec
+from qwen_engine.request import RequestSpec, SamplingParams
 from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
 from qwen_engine.server.engine_client import EngineClient, EngineStatus
@@ -46,7 +46,8 @@ class ScriptedClient(EngineClient):
         self.fails_after: int | None = None
         """Tokens after which the engine dies under the request."""
         self.prompt = ""
-        """Of the latest request."""
+        self.params: SamplingParams | None = None
+        """This and `prompt`: of the latest request."""
         self.aborted: list[str] = []
         self._ended: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,6 +70,7 @@ class ScriptedClient(EngineClient):
                 self._ended.add(sequence_id)
 
     async def _replay(self, spec: RequestSpec) -> None:
+        self.params = spec.params
         self.prompt = self._tokenizer.decode(spec.prompt_token_ids, skip_special_tokens=False)
         outputs = {
             sequence_id: self._outputs(sequence_id, self.texts[min(index, len(self.texts) - 1)], spec)
