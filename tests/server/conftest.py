@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,25 @@ from tiny_models import save_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))  # fault_tools
 
+from browser import CHROMIUM
+from scripted import ScriptedServer, scripted_server
 from server_tools import Server, serve
 
 DEMO = Path(__file__).parents[2] / "src" / "qwen_engine" / "demo"
+
+
+collect_ignore = [] if CHROMIUM else ["test_page_in_a_browser.py"]
+"""The chat page is tried in a browser where there is one; elsewhere `test_page.py` checks what can be read off it."""
+
+
+@pytest.fixture(autouse=True)
+def kept_logging() -> Iterator[None]:
+    """A command line's log goes to the stderr of its test, which is gone afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
@@ -35,4 +52,10 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(chat_model: Path) -> Iterator[Server]:
     with serve(chat_model, "--max-model-len", "512", "--max-num-seqs", "64", "--served-model-name", "tiny") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[ScriptedServer]:
+    with scripted_server() as server:
         yield server

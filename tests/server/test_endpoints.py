@@ -294,7 +294,10 @@ def test_batches_and_samples_are_ordered(server):
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "code"}]}, "tools[0].type"),
         (CHAT, {}, "messages"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-        (RESPONSES, {"input": [{"type": "function_call"}]}, "input[0]"),
+        (RESPONSES, {"input": [{"type": "function_call"}]}, "input[0].name"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (RESPONSES, {"input": [{"type": "reasoning", "summary": 5}]}, "input[0].summary"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ],
 )
@@ -312,7 +315,7 @@ def test_requests_that_are_no_requests(server):
     assert server.ask(COMPLETIONS, b'{"prompt":"\\ud800"}').status == 400
     assert server.ask(COMPLETIONS, b"x=1", headers={"Content-Type": "text/plain"}).status == 400
     assert server.ask(COMPLETIONS, b"{}", headers={"Content-Encoding": "gzip"}).status == 400
-    for path in ("/v1/none", "/", "/health/", "//health", "/v1/completions/"):
+    for path in ("/v1/none", "/static/", "/static/../chat.py", "/health/", "//health", "/v1/completions/"):
         assert server.ask(path).error["code"] == "unknown_url", path
     answer = server.ask(COMPLETIONS)
     assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")

@@ -24,6 +24,7 @@ from qwen_engine.frontend.input_processor import InputProcessor
 from qwen_engine.request import SamplingParams
 from qwen_engine.server import engine_client
 from qwen_engine.server.metrics import Metrics
+from qwen_engine.server.page import PAGE_FILES
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -194,10 +195,13 @@ def check_origins(server: Server) -> None:
 
 
 def check_keys(server: Server) -> None:
-    """sec_12: every route, however it is spelled, is closed without a key; /health alone is open."""
+    """sec_12: every route, however it is spelled, is closed without a key; /health and the chat page are open."""
     paths = server.ask("/openapi.json", headers={"Authorization": "Bearer one"}).json["paths"]
     assert len(paths) > 12
     assert server.ask("/health").status == 200
+    for path in PAGE_FILES:
+        assert server.ask(path).status == 200
+        assert server.ask("//" + path).status == server.ask(path + "x").status == 401
     for path in [*paths, "/openapi.json", "/docs", "/nowhere"]:
         if path == "/health":
             continue

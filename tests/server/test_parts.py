@@ -18,15 +18,16 @@ from qwen_engine.models.hub import DEMO_FOLDER
 from qwen_engine.request import Logprob, RequestSpec, SamplingParams
 from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
-from qwen_engine.server.chat import Message
-from qwen_engine.server.chat_output import ChatDelta
+from qwen_engine.server.chat_output import Message
 from qwen_engine.server.errors import MAX_MESSAGE_CHARS, ApiError, as_api_error
 from qwen_engine.server.json_response import to_json
 from qwen_engine.server.log_format import JsonFormatter, TextFormatter
 from qwen_engine.server.logprobs import LOGPROB_FLOOR, CompletionLogprobs, chat_logprobs, join_pieces
 from qwen_engine.server.protocol import ChatBody, ResponsesBody
 from qwen_engine.server.serve import parse_args
+from qwen_engine.tokenization.chat_output import ReasoningDelta
 from qwen_engine.tokenization.tokenizer import Tokenizer
+from qwen_engine.tokenization.tool_calls import ToolArgumentsDelta, ToolCallStart
 
 TEXT = "naïve 你好 🐍, and 👩‍👩‍👧 too"
 
@@ -132,18 +133,15 @@ def test_the_sampled_token_is_always_among_the_top_ones(tokenizer):
 
 def test_a_message_is_put_together_from_deltas():
     message = Message()
-    message.add([ChatDelta(reasoning_content="hm"), ChatDelta(reasoning_content="m")])
-    start = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    message.add([ChatDelta(tool_calls=[start])])
-    message.add([ChatDelta(tool_calls=[{"index": 0, "function": {"arguments": '{"a"'}}])])
-    message.add([ChatDelta(tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}])])
-    assert message.as_json() == {
+    message.add([ReasoningDelta("hm"), ReasoningDelta("m"), ToolCallStart(0, "call_1", "f")])
+    message.add([ToolArgumentsDelta(0, '{"a"'), ToolArgumentsDelta(0, ": 1}")])
+    assert message.as_json(reasoning_alias=False) == {
         "role": "assistant",
         "content": None,
         "reasoning_content": "hmm",
         "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
     }
-    assert Message().as_json() == {"role": "assistant", "content": ""}
+    assert Message().as_json(reasoning_alias=True) == {"role": "assistant", "content": ""}
 
 
 def test_unexpected_errors_show_nothing_and_long_messages_are_cut():
@@ -185,7 +183,7 @@ def test_body_options_become_template_options():
     assert ChatBody(messages=[], max_tokens=5, max_completion_tokens=3).limit == ("max_completion_tokens", 3)
     body = ResponsesBody(input=[{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}])
     assert body.as_chat().messages == [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-    for refused in ({"tools": [{"type": "function"}]}, {"background": True}, {"truncation": "auto"}):
+    for refused in ({"tools": [{"type": "web_search"}]}, {"background": True}, {"truncation": "auto"}):
         with pytest.raises(ApiError):
             ResponsesBody(input="x", **refused).as_chat()
 

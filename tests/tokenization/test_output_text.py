@@ -269,3 +269,21 @@ def test_stop_strings_do_not_move_the_border_of_the_thinking(tiny, width):
     assert (shown, matched) == (text, None)
     splitter = ReasoningSplitter(UNDECIDED_PROMPT)
     assert splitter.feed(shown) == ("abc", "xyz")
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)])
+@pytest.mark.parametrize("width", [1, 2, 5, 100])
+def test_tokens_of_the_thinking_are_counted_one_by_one(tiny, width, stop):
+    thinking = "<think>\nnot END, é né 你好\n</think>"
+    for text, num_thinking in (
+        (thinking + "\n\nThe answer.", len(tiny.encode(thinking))),
+        (thinking[:-8], len(tiny.encode(thinking[:-8]))),
+        ("The answer.", 0),
+    ):
+        splitter = ReasoningSplitter(UNDECIDED_PROMPT)
+        output = OutputText(tiny, [], Params(stop=stop), reasoning=splitter)
+        ids = tiny.encode(text)
+        for start in range(0, len(ids), width):
+            output.append(ids[start : start + width], finish_reason="length" if start + width >= len(ids) else None)
+        assert output.text == text
+        assert splitter.num_reasoning_tokens == num_thinking

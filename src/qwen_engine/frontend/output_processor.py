@@ -22,6 +22,7 @@ from qwen_engine.request import (
     SequenceOutput,
 )
 from qwen_engine.tokenization.output_text import OutputText
+from qwen_engine.tokenization.reasoning import ReasoningSplitter
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 
@@ -82,17 +83,26 @@ class RequestState:
     """A user's request and what its sequences have brought so far.
 
     arrival_time: when the user asked, by `time.monotonic()`; None is now.
+    new_splitter: for chats, makes what tells the thinking of one sample from its answer, where stop strings count.
     """
 
-    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer | None, *, arrival_time: float | None = None) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        tokenizer: Tokenizer | None,
+        *,
+        arrival_time: float | None = None,
+        new_splitter: Callable[[RequestSpec], ReasoningSplitter] | None = None,
+    ) -> None:
         self.spec = spec
         self.request_id = spec.request_id
         self.prompt_token_ids = spec.prompt_token_ids
         self._tokenizer = tokenizer
         params = spec.params
+        self._splitters = [None if new_splitter is None else new_splitter(spec) for _ in range(params.n)]
+        texts = [OutputText(tokenizer, spec.prompt_token_ids, params, reasoning=item) for item in self._splitters]
         self._samples = {
-            sequence_id: _Sample(index, OutputText(tokenizer, spec.prompt_token_ids, params), params)
-            for index, sequence_id in enumerate(spec.sequence_ids)
+            sequence_id: _Sample(index, texts[index], params) for index, sequence_id in enumerate(spec.sequence_ids)
         }
         self._num_running = len(self._samples)
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -121,6 +131,12 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self._samples.values())
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Output tokens up to the end of the thinking; None for what is no chat."""
+        counts = [splitter.num_reasoning_tokens for splitter in self._splitters if splitter is not None]
+        return sum(counts) if counts else None
 
     @property
     def metrics(self) -> RequestMetrics:

@@ -20,6 +20,7 @@ from qwen_engine.server.errors import ApiError, as_api_error
 from qwen_engine.server.gate import REQUEST_ID_HEADER, Gate
 from qwen_engine.server.json_response import json_response
 from qwen_engine.server.logprobs import token_text
+from qwen_engine.server.page import add_page
 from qwen_engine.server.protocol import (
     AbortBody,
     ChatBody,
@@ -45,6 +46,7 @@ def create_app(
     _add_generation(app, service)
     _add_text(app, service)
     _add_operations(app, service)
+    add_page(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     gate = Gate(app, api_keys=api_keys, max_request_bytes=max_request_bytes)
     if not allowed_origins:

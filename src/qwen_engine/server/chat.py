@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages through the chat template, output through `ChatOutput`."""
+"""POST /v1/chat/completions: messages through the chat template, output through `ChatOutputParser`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from qwen_engine.frontend.output_processor import SampleDelta
-from qwen_engine.request import RequestSpec
-from qwen_engine.server.chat_output import ChatDelta, ChatOutput
+from qwen_engine.request import CompletionOutput, RequestSpec
+from qwen_engine.server.chat_output import Message, delta_json
 from qwen_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from qwen_engine.server.protocol import ChatBody
 from qwen_engine.server.service import Call, Service, with_done
+from qwen_engine.tokenization.chat_output import ChatDelta, ChatOutputParser
+from qwen_engine.tokenization.reasoning import ReasoningSplitter, generation_prefix
 
 
 async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
@@ -34,17 +36,30 @@ async def open_chat(service: Service, body: ChatBody, request: Request, *, id_pr
         timeout_s=body.timeout,
         limit=(body.limit[0] if body.limit[1] is not None else "max_completion_tokens", body.limit[1]),
         prepare=lambda: _specs(service, body),
+        new_splitter=lambda spec: _new_splitter(service, body, spec),
     )
 
 
-def new_output(body: ChatBody, call: Call) -> ChatOutput:
+def new_parser(service: Service, body: ChatBody, call: Call) -> ChatOutputParser:
     """The reader of one choice's text."""
-    return ChatOutput(
-        call.generation.states[0].prompt_token_ids,
-        tools=body.shown_tools,
+    return ChatOutputParser(
+        generation_prefix(service.tokenizer, call.generation.states[0].prompt_token_ids),
+        tools=bool(body.shown_tools),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
+
+
+def parse_whole(parser: ChatOutputParser, sample: CompletionOutput) -> tuple[list[ChatDelta], str]:
+    """All deltas of a sample that has ended, and the finish reason to report."""
+    deltas = parser.feed(sample.text)
+    last, reason = parser.finish(sample.finish_reason or "abort")
+    return [*deltas, *last], reason
+
+
+def _new_splitter(service: Service, body: ChatBody, spec: RequestSpec) -> ReasoningSplitter:
+    prefix = generation_prefix(service.tokenizer, spec.prompt_token_ids)
+    return ReasoningSplitter(prefix, detect_calls=bool(body.shown_tools))
 
 
 def _specs(service: Service, body: ChatBody) -> Sequence[RequestSpec]:
@@ -60,63 +75,25 @@ def _specs(service: Service, body: ChatBody) -> Sequence[RequestSpec]:
     return [spec]
 
 
-class Message:
-    """An assistant message, put together from deltas."""
-
-    def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._tool_calls: dict[int, dict[str, Any]] = {}
-
-    def add(self, deltas: Sequence[ChatDelta]) -> None:
-        for delta in deltas:
-            self._content.append(delta.content or "")
-            self._reasoning.append(delta.reasoning_content or "")
-            for call in delta.tool_calls or ():
-                self._add_call(call)
-
-    @property
-    def content(self) -> str:
-        return "".join(self._content)
-
-    def as_json(self) -> dict[str, Any]:
-        """Null content only where something else stands for it; no empty lists."""
-        reasoning = "".join(self._reasoning)
-        has_other = bool(reasoning or self._tool_calls)
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if has_other else "")}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if self._tool_calls:
-            message["tool_calls"] = [call for _, call in sorted(self._tool_calls.items())]
-        return message
-
-    def _add_call(self, part: dict[str, Any]) -> None:
-        function = part["function"]
-        if "id" in part:
-            start = {"id": part["id"], "type": part["type"], "function": {"name": function["name"], "arguments": ""}}
-            self._tool_calls[part["index"]] = start
-        self._tool_calls[part["index"]]["function"]["arguments"] += function.get("arguments", "")
-
-
 class _Answer:
     """One call's answer, whole or in chunks."""
 
     def __init__(self, service: Service, body: ChatBody, call: Call) -> None:
-        self._tokenizer = service.tokenizer
+        self._service = service
         self._body = body
         self._call = call
+        self._alias = service.options.reasoning_alias
 
     def whole(self) -> dict[str, Any]:
         (state,) = self._call.generation.states
         choices = []
         for sample in state.output().outputs:
-            output, message = new_output(self._body, self._call), Message()
-            message.add(output.feed(sample.text))
-            deltas, reason = output.finish(sample.finish_reason or "abort")
+            deltas, reason = parse_whole(self._new_parser(), sample)
+            message = Message()
             message.add(deltas)
             choice = {
                 "index": sample.index,
-                "message": message.as_json(),
+                "message": message.as_json(reasoning_alias=self._alias),
                 "logprobs": self._logprobs(sample.token_ids, sample.logprobs or ()),
                 "finish_reason": reason,
                 "stop_reason": sample.stop_reason,
@@ -141,12 +118,15 @@ class _Answer:
         while deltas := await self._call.generation.next_deltas():
             for index, delta in deltas:
                 if index not in choices:
-                    choices[index] = _StreamedChoice(new_output(self._body, self._call))
+                    choices[index] = _StreamedChoice(self._new_parser(), reasoning_alias=self._alias)
                     yield self._chunk(index, {"role": "assistant", "content": ""})
                 for part in choices[index].parts(delta):
                     yield self._chunk(index, *part)
         if self._body.wants_usage:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._call.usage()}
+
+    def _new_parser(self) -> ChatOutputParser:
+        return new_parser(self._service, self._body, self._call)
 
     def _chunk(
         self, index: int, delta: dict[str, Any], tokens: SampleDelta | None = None, finish_reason: str | None = None
@@ -167,7 +147,7 @@ class _Answer:
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[Any]) -> dict[str, Any] | None:
         if not self._body.logprobs or not token_ids:
             return None
-        return {"content": chat_logprobs(self._tokenizer, token_ids, entries, self._body.top_logprobs or 0)}
+        return {"content": chat_logprobs(self._service.tokenizer, token_ids, entries, self._body.top_logprobs or 0)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}
@@ -176,32 +156,24 @@ class _Answer:
 class _StreamedChoice:
     """One choice of a stream. Tokens wait for the text they are part of, and go with its first chunk."""
 
-    def __init__(self, output: ChatOutput) -> None:
-        self._output = output
+    def __init__(self, parser: ChatOutputParser, *, reasoning_alias: bool) -> None:
+        self._parser = parser
+        self._alias = reasoning_alias
         self._waiting: SampleDelta | None = None
 
     def parts(self, delta: SampleDelta) -> list[tuple[dict[str, Any], SampleDelta | None, str | None]]:
         """What to send for a delta: (message delta, tokens, finish reason), ready for chunks."""
         tokens = delta if self._waiting is None else self._waiting.then(delta)
-        deltas, finish_reason = self._output.feed(delta.text), None
+        deltas, finish_reason = self._parser.feed(delta.text), None
         if delta.finish_reason is not None:
-            last, finish_reason = self._output.finish(delta.finish_reason)
+            last, finish_reason = self._parser.finish(delta.finish_reason)
             deltas = [*deltas, *last]
         parts: list[tuple[dict[str, Any], SampleDelta | None, str | None]] = []
         for chat_delta in deltas:
-            parts.append((delta_json(chat_delta), None if parts else tokens, None))
+            parts.append((delta_json(chat_delta, reasoning_alias=self._alias), None if parts else tokens, None))
         if parts:
             tokens = SampleDelta(tokens.index, "", (), (), tokens.finish_reason, tokens.stop_reason)
         if finish_reason is not None:
             parts.append(({}, tokens, finish_reason))
         self._waiting = tokens
         return parts
-
-
-def delta_json(delta: ChatDelta) -> dict[str, Any]:
-    """A delta as a chunk carries it."""
-    if delta.tool_calls is not None:
-        return {"tool_calls": list(delta.tool_calls)}
-    if delta.reasoning_content is not None:
-        return {"reasoning_content": delta.reasoning_content}
-    return {"content": delta.content}

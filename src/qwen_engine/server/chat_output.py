@@ -1,45 +1,65 @@
-"""Generated chat text as parts of a message: the seam between text and what the chat endpoints send.
+"""What `ChatOutputParser` reads out of a chat's text, in the form of the chat endpoints: deltas and whole messages.
 
-`ChatOutput` is fed the text of one choice as it comes and says what it adds to the message. Deltas joined are the
-message, and do not depend on how the text was cut, so a whole answer is one `feed` and one `finish`.
+The thinking is `reasoning_content`; with `reasoning_alias` it is `reasoning` too, as other servers name it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class ChatDelta:
-    """An addition to an assistant message; only one field is set. tool_calls: in OpenAI's form for streams."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Sequence[dict[str, Any]] | None = None
+from qwen_engine.tokenization.chat_output import ChatDelta, ReasoningDelta
+from qwen_engine.tokenization.tool_calls import ContentDelta, ToolArgumentsDelta, ToolCallStart
 
 
-class ChatOutput:
-    """One choice of a chat. All text is content; reasoning and tool calls are not told apart yet.
+def delta_json(delta: ChatDelta, *, reasoning_alias: bool) -> dict[str, Any]:
+    """A delta as a chunk carries it. Clients join what repeats, so a call's id and name come once."""
+    match delta:
+        case ReasoningDelta(text):
+            return _reasoning_fields(text, reasoning_alias)
+        case ContentDelta(text):
+            return {"content": text}
+        case ToolCallStart(index):
+            return {"tool_calls": [{"index": index, **_call(delta, "")}]}
+        case ToolArgumentsDelta(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
-    prompt_token_ids: the rendered prompt, which may have opened or closed a thinking block already.
-    """
 
-    def __init__(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        tools: Sequence[dict[str, Any]] | None,
-        tool_choice: str | dict[str, Any] | None,
-        parallel_tool_calls: bool,
-    ) -> None:
-        pass
+class Message:
+    """An assistant message, put together from deltas."""
 
-    def feed(self, text: str) -> list[ChatDelta]:
-        """The next text of the choice; what it adds."""
-        return [ChatDelta(content=text)] if text else []
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []  # with the pieces of their arguments
 
-    def finish(self, finish_reason: str) -> tuple[list[ChatDelta], str]:
-        """The choice has ended; what was held back, and the finish reason to report."""
-        return [], finish_reason
+    def add(self, deltas: Sequence[ChatDelta]) -> None:
+        for delta in deltas:
+            match delta:
+                case ReasoningDelta(text):
+                    self._reasoning.append(text)
+                case ContentDelta(text):
+                    self._content.append(text)
+                case ToolCallStart():
+                    self._calls.append((delta, []))
+                case ToolArgumentsDelta(index, text):
+                    self._calls[index][1].append(text)
+
+    def as_json(self, *, reasoning_alias: bool) -> dict[str, Any]:
+        """Null content only where something else stands for it; no empty lists."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        has_other = bool(reasoning or self._calls)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if has_other else "")}
+        if reasoning:
+            message |= _reasoning_fields(reasoning, reasoning_alias)
+        if self._calls:
+            message["tool_calls"] = [_call(start, "".join(pieces)) for start, pieces in self._calls]
+        return message
+
+
+def _reasoning_fields(text: str, alias: bool) -> dict[str, str]:
+    return {"reasoning_content": text, "reasoning": text} if alias else {"reasoning_content": text}
+
+
+def _call(start: ToolCallStart, arguments: str) -> dict[str, Any]:
+    return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": arguments}}

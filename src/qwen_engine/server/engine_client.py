@@ -33,6 +33,7 @@ from qwen_engine.request import RequestSpec
 from qwen_engine.server import wire
 from qwen_engine.server.errors import DeadlineError
 from qwen_engine.server.metrics import Metrics
+from qwen_engine.tokenization.reasoning import ReasoningSplitter
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -322,14 +323,23 @@ class EngineClient:
         """In flight."""
         return len(self._live)
 
-    def submit(self, specs: Sequence[RequestSpec], *, streams: bool, arrival_time: float | None = None) -> Generation:
+    def submit(
+        self,
+        specs: Sequence[RequestSpec],
+        *,
+        streams: bool,
+        arrival_time: float | None = None,
+        new_splitter: Callable[[RequestSpec], ReasoningSplitter] | None = None,
+    ) -> Generation:
         """Sends requests to the engine, which takes all of them or none. Refusals come through the Generation.
 
-        streams: deltas are wanted, not just the whole at the end.
+        streams: deltas are wanted, not just the whole at the end. new_splitter: of `RequestState`.
         """
         if self.status is not EngineStatus.READY:
             raise EngineDeadError(f"the engine is {self.status.value}")
-        states = [RequestState(spec, self._tokenizer, arrival_time=arrival_time) for spec in specs]
+        states = [
+            RequestState(spec, self._tokenizer, arrival_time=arrival_time, new_splitter=new_splitter) for spec in specs
+        ]
         generation = Generation(states, streams=streams, client=self, metrics=self._metrics)
         for state in states:
             for sequence_id in state.spec.sequence_ids:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from qwen_engine.errors import shown
 from qwen_engine.request import MAX_LOGIT_BIAS, SamplingParams
 from qwen_engine.server.errors import ApiError, unsupported
+from qwen_engine.server.response_input import chat_tool, messages_of
 
 MAX_PROMPTS = 2048
 MAX_TIMEOUT_S = 86400.0
@@ -203,12 +204,28 @@ class ChatBody(GenerationBody):
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.response_format is not None and self.response_format.type != "text":
             raise unsupported("response_format", f"response_format {self.response_format.type} is not supported")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported(
-                "tool_choice", f"tool_choice is {shown(self.tool_choice)}; only none and auto are supported"
-            )
-        if self.tool_choice == "auto" and not self.tools:
+        self._check_tool_choice()
+
+    def _check_tool_choice(self) -> None:
+        if self.tool_choice in (None, "none"):
+            return
+        if not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        if self.tool_choice == "auto":
+            return
+        if self.tool_choice != "required":
+            names = [tool.function.get("name") for tool in self.tools]
+            if _named_function(self.tool_choice) not in names:
+                raise ApiError(
+                    400,
+                    f"tool_choice is {shown(self.tool_choice)}; it must be none, auto, required, or "
+                    '{"type": "function", "function": {"name": NAME}} with the name of one of the tools',
+                    param="tool_choice",
+                )
+        raise unsupported(
+            "tool_choice",
+            f"tool_choice is {shown(self.tool_choice)}, which cannot be enforced yet; only none and auto are supported",
+        )
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -237,6 +254,15 @@ class ChatBody(GenerationBody):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+
+def _named_function(tool_choice: str | dict[str, Any]) -> str | None:
+    """The function that has to be called; None if that is not what the choice says."""
+    if isinstance(tool_choice, str) or tool_choice.get("type") != "function":
+        return None
+    function = tool_choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class ReasoningOptions(Body):
@@ -269,7 +295,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Items[dict[str, Any]] | None = Field(None, description="Not supported yet.")
+    tools: Items[dict[str, Any]] | None = Field(None, description="Functions, in the flat form.")
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled", "auto"] | None = None
@@ -289,8 +315,6 @@ class ResponsesBody(Body):
 
     def as_chat(self) -> ChatBody:
         """The same request as a chat. Raises ApiError for what has no counterpart."""
-        if self.tools:
-            raise unsupported("tools", "tools are not supported here yet; use /v1/chat/completions")
         if self.previous_response_id is not None:
             raise unsupported("previous_response_id", "responses are not stored; send the whole conversation as input")
         if self.background:
@@ -299,8 +323,9 @@ class ResponsesBody(Body):
             raise unsupported("truncation", "truncation auto is not supported")
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":
             raise unsupported("text.format", f"text.format {self.text.format.type} is not supported")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice", f"tool_choice is {shown(self.tool_choice)}; there are no tools")
+        choice = self.tool_choice
+        if isinstance(choice, dict) and "name" in choice:
+            choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
         return ChatBody(
             model=self.model,
             messages=self._messages(),
@@ -309,6 +334,9 @@ class ResponsesBody(Body):
             top_p=self.top_p,
             stream=self.stream,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            tools=[Tool(**chat_tool(tool, f"tools[{index}]")) for index, tool in enumerate(self.tools or ())] or None,
+            tool_choice=choice if self.tools or choice != "auto" else None,
+            parallel_tool_calls=self.parallel_tool_calls,
             timeout=self.timeout,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -318,23 +346,7 @@ class ResponsesBody(Body):
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        return [*messages, *(_message_of_item(item, f"input[{index}]") for index, item in enumerate(self.input))]
-
-
-def _message_of_item(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if item.get("type", "message") != "message":
-        raise unsupported(where, f"{where} is of type {shown(item['type'])}; only messages are supported")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_text_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
-    return {"role": item.get("role"), "content": content}
-
-
-def _text_part(part: Any, where: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("input_text", "output_text", "text"):
-        raise unsupported(where, f"{where} is of type {shown(kind)}; only text is supported")
-    return {"type": "text", "text": part.get("text")}
+        return [*messages, *messages_of(self.input)]
 
 
 class TokenizeBody(Body):

@@ -93,7 +93,12 @@ class _Server:
             on_death=self._note_death,
         )
         defaults = model_config.sampling_defaults if args.generation_config == "auto" else {}
-        options = ServiceOptions(model_names=names, max_queued=args.max_queued_requests, sampling_defaults=defaults)
+        options = ServiceOptions(
+            model_names=names,
+            max_queued=args.max_queued_requests,
+            sampling_defaults=defaults,
+            reasoning_alias=args.reasoning_alias,
+        )
         self._service = Service(
             options,
             config=config,
@@ -256,8 +261,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sampling defaults: auto takes the checkpoint's generation_config.json, engine those of SamplingParams",
     )
     group.add_argument(
+        "--reasoning-alias", action=argparse.BooleanOptionalAction, default=True,
+        help="send the thinking of chats as `reasoning` too, not just as `reasoning_content` (default: yes)",
+    )  # fmt: skip
+    group.add_argument(
         "--api-key", action="append", metavar="KEY",
-        help=f"required of clients everywhere but at /health; repeatable, or {API_KEY_VARIABLE}=KEY,KEY",
+        help=f"required of clients but for /health and the chat page; repeatable, or {API_KEY_VARIABLE}=KEY,KEY",
     )  # fmt: skip
     group.add_argument(
         "--allowed-origins", action="append", metavar="ORIGIN", help="browser origins to allow (CORS); repeatable"

@@ -26,6 +26,7 @@ from qwen_engine.server.engine_client import EngineClient, EngineStatus, Generat
 from qwen_engine.server.errors import ApiError, as_api_error, context_length_exceeded, unavailable
 from qwen_engine.server.json_response import json_response, to_json
 from qwen_engine.server.metrics import Metrics
+from qwen_engine.tokenization.reasoning import ReasoningSplitter
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,15 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """model_names: the first is the one answers carry. max_queued: sequences that may wait beyond those that run."""
+    """model_names: the first is the one answers carry. max_queued: sequences that may wait beyond those that run.
+
+    reasoning_alias: chats carry their thinking as `reasoning` too, not just as `reasoning_content`.
+    """
 
     model_names: Sequence[str]
     max_queued: int
     sampling_defaults: Mapping[str, Any]
+    reasoning_alias: bool = True
 
 
 class Service:
@@ -106,10 +111,12 @@ class Service:
         timeout_s: float | None,
         limit: tuple[str, int | None],
         prepare: Callable[[], Sequence[RequestSpec]],
+        new_splitter: Callable[[RequestSpec], ReasoningSplitter] | None = None,
     ) -> Call:
         """Admits a call and sends it to the engine.
 
         num_sequences: that `prepare` will make. limit: the output limit the client gave, and its field's name.
+        new_splitter: for chats, of `RequestState`.
         Raises ApiError or RequestError; then nothing of the call is left.
         """
         model = self.model_name(model)
@@ -119,7 +126,10 @@ class Service:
             specs = await self.in_pool(prepare)
             for spec in specs:
                 self._check_length(spec, limit)
-            call.begin(self.client.submit(specs, streams=streams, arrival_time=call.arrival_time), timeout_s)
+            generation = self.client.submit(
+                specs, streams=streams, arrival_time=call.arrival_time, new_splitter=new_splitter
+            )
+            call.begin(generation, timeout_s)
         except BaseException as error:
             call.close(error)
             raise
@@ -238,12 +248,16 @@ class Call:
         num_output = num_output_tokens
         if num_output is None:
             num_output = sum(state.num_output_tokens for state in states)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(state.num_cached_tokens for state in states)},
         }
+        reasoning = [count for state in states if (count := state.num_reasoning_tokens) is not None]
+        if reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+        return usage
 
     async def whole(self, build: Callable[[], Any]) -> Response:
         """The answer made by `build` once all output is there."""

@@ -34,7 +34,7 @@ class OutputText:
 
     A stop string that ends within the first `min_tokens` tokens is ignored; one that begins there and ends later
     counts. With `reasoning`, a splitter of its own, stop strings are looked for in the answer only: thinking and its
-    tags are text like any other, but cannot end it.
+    tags are text like any other, but cannot end it. The splitter reads all text, so that it can count the tokens.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class OutputText:
     def _read(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         if self._detokenizer is None:
             return "", None
-        if self._stop is None:
+        if self._stop is None and self._reasoning is None:
             return self._detokenizer.append(token_ids), None
         delta = ""
         for count, id_ in enumerate(token_ids, start=1):
             can_match = self._num_tokens + count > self._min_tokens
-            safe, matched = self._find_stop(self._stop, self._detokenizer.append((id_,)), can_match=can_match)
+            safe, matched = self._find_stop(self._detokenizer.append((id_,)), can_match=can_match)
             delta += safe
             if matched is not None:
                 self.num_tokens_used = count
@@ -111,28 +111,25 @@ class OutputText:
     def _flush(self, num_shown: int) -> tuple[str, str | None]:
         if self._detokenizer is None:
             return "", None
-        tail = self._detokenizer.finish()
-        if self._stop is None:
-            return tail, None
         can_match = num_shown > self._min_tokens
-        delta, matched = self._find_stop(self._stop, tail, can_match=can_match, final=True)
-        return delta + self._stop.flush(), matched
+        delta, matched = self._find_stop(self._detokenizer.finish(), can_match=can_match, final=True)
+        return delta + (self._stop.flush() if self._stop is not None else ""), matched
 
-    def _find_stop(
-        self, stop: StopChecker, text: str, *, can_match: bool, final: bool = False
-    ) -> tuple[str, str | None]:
-        """Text that is safe to show, and the stop string if one is complete."""
-        if self._reasoning is None:
-            return stop.feed(text, can_match=can_match)
-        parts = self._reasoning.split(text)
-        if final:
-            parts += self._reasoning.flush()
+    def _find_stop(self, text: str, *, can_match: bool, final: bool = False) -> tuple[str, str | None]:
+        """Text that is safe to show, and the stop string if one is complete. `text` is a token's, or the final rest."""
+        parts = [(Part.CONTENT, text)]
+        if self._reasoning is not None:
+            parts = self._reasoning.split(text, 0 if final else 1)
+            if final:
+                parts += self._reasoning.flush()
+        if self._stop is None:
+            return text, None
         safe = ""
         for part, piece in parts:
             if part is not Part.CONTENT:
                 safe += piece
                 continue
-            shown, matched = stop.feed(piece, can_match=can_match)
+            shown, matched = self._stop.feed(piece, can_match=can_match)
             safe += shown
             if matched is not None:
                 return safe, matched
