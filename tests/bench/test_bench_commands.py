@@ -191,7 +191,9 @@ try:
 except ImportError:
     raise SystemExit(cli.main(["results", "report", "--results-dir", {str(results)!r}]))
 """
-    reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare_machine, timeout=60)
+    reported = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=bare_machine, timeout=60
+    )
     assert reported.returncode == 0, reported.stderr
     assert "(no plots: matplotlib is not installed" in reported.stdout, "the blocker did not block"
 
