@@ -20,6 +20,7 @@ from qwen_engine.tokenization import structured
 from qwen_engine.tokenization.grammar_size import MAX_EXPANDED_SIZE, check_lark, check_regex
 from qwen_engine.tokenization.structured import GrammarCompiler, TokenMatcher
 from qwen_engine.tokenization.tokenizer import Tokenizer
+from qwen_engine.tokenization.tool_calls import ContentDelta, ToolArgumentsDelta, ToolCallParser, ToolCallStart
 
 QWEN_VOCAB = 151936
 TINY_VOCAB = 400  # more than the tokenizer has, and no multiple of 32
@@ -65,7 +66,7 @@ def wander(matcher: TokenMatcher, tokenizer: Tokenizer, rng: random.Random, *, m
         assert choices, "a mask allows nothing"
         ends = tokenizer.eos_token_id in choices
         assert ends == matcher.is_complete
-        if ends and (len(choices) == 1 or rng.random() < 0.1):
+        if ends and (len(choices) == 1 or rng.random() < 0.5):
             text = tokenizer.decode(ids)
             assert "\ufffd" not in text
             return text
@@ -163,6 +164,28 @@ def matches(pattern: str) -> Callable[[str], None]:
     return check
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": 'get "北"', "parameters": PERSON, "description": "not read"}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+
+
+def check_calls(text: str) -> None:
+    """The text is nothing but calls, as the parser of outputs reads them."""
+    parser = ToolCallParser()
+    deltas = parser.feed(text) + parser.finish()
+    names = [delta.name for delta in deltas if isinstance(delta, ToolCallStart)]
+    assert names
+    assert not [delta for delta in deltas if isinstance(delta, ContentDelta)]
+    for index, name in enumerate(names):
+        arguments = "".join(d.text for d in deltas if isinstance(d, ToolArgumentsDelta) and d.index == index)
+        if name == "stop":
+            assert json.loads(arguments) == {}
+        else:
+            assert name == 'get "北"'
+            check_person(arguments)
+
+
 SPECS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"json": PERSON}, check_person),
     ({"json": json.dumps(PERSON)}, check_person),
@@ -172,6 +195,7 @@ SPECS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"choice": ["yes", "no", "not yet"]}, matches("yes|no|not yet")),
     ({"grammar": 'start: WORD ("," WORD)*\nWORD: /[a-c]{1,3}/'}, matches("[a-c]{1,3}(,[a-c]{1,3})*")),
     ({"grammar": 'root ::= "<" root ">" | "x"'}, matches("<*x>*")),
+    ({"tool_calls": TOOLS}, check_calls),
 ]
 
 
@@ -291,6 +315,11 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"choice": ["a" * 40_000, "b" * 40_000]},
     {"grammar": ["start"]},
     {"regex": "a" * (MAX_GRAMMAR_CHARS + 1)},
+    {"tool_calls": []},
+    {"tool_calls": "{"},
+    {"tool_calls": [{"name": "f"}]},
+    {"tool_calls": [{"function": {"name": ""}}]},
+    {"tool_calls": [{"function": {"name": "f", "parameters": 5}}]},
     {"colour": "red"},
 ]
 
@@ -325,6 +354,8 @@ HOSTILE: list[dict[str, Any]] = [
     {"json": {"type": "string", "pattern": "(a{1000}){1000}"}},
     {"json": {"properties": {"a": {"items": [{"patternProperties": {"(a{1000}){1000}": {}}}]}}}},
     {"json": {"type": "object", "x-guidance": {"whitespace_pattern": "(a{1000}){1000}"}}},
+    {"tool_calls": [{"function": {"name": "f", "parameters": {"properties": {"a": {"pattern": "a{1000000}"}}}}}]},
+    {"tool_calls": [{"function": {"name": "f", "parameters": {"type": "nonsense"}}}]},
     {"regex": "(a"},
     {"regex": "(?=a)b"},
     {"regex": "a{1000000}"},

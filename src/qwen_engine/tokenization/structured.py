@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,8 +30,16 @@ from qwen_engine.errors import RequestError, summary
 from qwen_engine.request import Request, StructuredOutputs
 from qwen_engine.tokenization import grammar_check
 from qwen_engine.tokenization.grammar_size import PARAM, check_lark, check_regex, check_schema
-from qwen_engine.tokenization.reasoning import THINK_CLOSE, THINK_OPEN, TURN_START, Thinking, generation_prefix
+from qwen_engine.tokenization.reasoning import (
+    THINK_CLOSE,
+    THINK_OPEN,
+    TOOL_CALL_OPEN,
+    TURN_START,
+    Thinking,
+    generation_prefix,
+)
 from qwen_engine.tokenization.tokenizer import Tokenizer
+from qwen_engine.tokenization.tool_calls import TOOL_CALL_CLOSE
 
 if TYPE_CHECKING:
     import llguidance
@@ -45,6 +53,7 @@ STEP_LIMIT_S = 10.0  # for what takes a millisecond, on a busy machine
 MAX_CACHED_GRAMMARS = 64
 MAX_ERROR_CHARS = 300
 _JSON_SPACE = r" |\r?\n[ \t]{0,24}"  # endless space is the easiest way never to finish
+_ANY_OBJECT = {"type": "object"}
 _MAX_LINE_BREAKS = 2  # between thinking and answer
 
 
@@ -319,14 +328,36 @@ def _grammar_of(spec: StructuredOutputs) -> str:
             raise _refusal(summary(error)) from error
         check_lark(lark)
         return LLMatcher.grammar_from_lark(lark)
-    schema = {"type": "object"} if spec.json is None else json.loads(spec.json)
+    if spec.tool_calls is not None:
+        return LLMatcher.grammar_from_lark(_tool_call_grammar(json.loads(str(spec.tool_calls))))
+    schema = _ANY_OBJECT if spec.json is None else json.loads(str(spec.json))
+    try:
+        return LLMatcher.grammar_from_json_schema(_checked_schema(schema))
+    except ValueError as error:
+        raise _refusal(str(error)) from error
+
+
+def _tool_call_grammar(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Lark for one call after the other, each in the form of the chat template."""
+    names, rules = [], []
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        schema = json.dumps(_checked_schema(function.get("parameters") or _ANY_OBJECT), ensure_ascii=False)
+        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        names.append(f"call_{index}")
+        rules.append(f'call_{index}: {json.dumps(head, ensure_ascii=False)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {schema}")
+    opening, closing = json.dumps(TOOL_CALL_OPEN + "\n"), json.dumps("\n" + TOOL_CALL_CLOSE)
+    rules.append(f"call: {opening} ({' | '.join(names)}) {closing}")
+    return "\n".join(['start: call ("\\n" call)*', *rules])
+
+
+def _checked_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with our options for the library, once it is known not to bring its own."""
     check_schema(schema)
     if "x-guidance" in schema:
         raise RequestError("the JSON schema has key 'x-guidance', which is not supported", PARAM)
-    try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_SPACE})
-    except ValueError as error:
-        raise _refusal(str(error)) from error
+    return {**schema, "x-guidance": {"whitespace_pattern": _JSON_SPACE}}
 
 
 @lru_cache(maxsize=MAX_CACHED_GRAMMARS)  # of those that are fine: what raises is not kept
