@@ -485,7 +485,7 @@ def test_no_request_that_the_description_allows_makes_the_server_fail(server, pa
     (operation,) = (result.ok() for result in description.get_all_operations() if result.ok().path == path)
 
     @settings(
-        max_examples=10,
+        max_examples=6,
         deadline=None,
         derandomize=True,
         database=None,
