@@ -10,6 +10,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_tpw_01_a_killed_engine_fails_its_requests_and_is_started_anew_as_often_
         assert directories() == before
 
 
-def test_an_engine_that_hangs_is_killed_and_its_requests_fail(chat_model, monkeypatch):
+def test_an_engine_that_hangs_is_killed_but_not_one_that_was_frozen_with_its_server(chat_model, monkeypatch):
     config = EngineConfig(model=str(chat_model), device="cpu", kv_cache_bytes=2**26)
     tokenizer = Tokenizer.from_folder(chat_model)
     inputs = InputProcessor(config, ModelConfig.from_folder(chat_model), tokenizer)
@@ -111,11 +112,18 @@ def test_an_engine_that_hangs_is_killed_and_its_requests_fail(chat_model, monkey
         client = engine_client.EngineClient(config, chat_model, tokenizer, metrics, on_death=reasons.append)
         try:
             await client.start()
-            generation = client.submit([inputs.process("x", SamplingParams(max_tokens=15000))], streams=False)
             (engine,) = (pid for pid in children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
             assert client.is_healthy
             os.kill(engine, signal.SIGSTOP)
-            monkeypatch.setattr(engine_client, "HANG_LIMIT_S", 2.0)
+            monkeypatch.setattr(engine_client, "HANG_LIMIT_S", 4.0)
+            generation = client.submit([inputs.process("x", SamplingParams(max_tokens=4))], streams=False)
+            time.sleep(5.0)  # this process is frozen as well
+            await asyncio.sleep(0.2)
+            os.kill(engine, signal.SIGCONT)
+            await generation.wait_finished()
+
+            generation = client.submit([inputs.process("x", SamplingParams(max_tokens=15000))], streams=False)
+            os.kill(engine, signal.SIGSTOP)
             with pytest.raises(EngineDeadError, match="no sign of life"):
                 await generation.wait_finished()
             assert not client.is_healthy

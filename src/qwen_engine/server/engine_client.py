@@ -412,10 +412,13 @@ class EngineClient:
         loop.add_reader(engine.beat_fd, beat)
         reader = asyncio.create_task(self._read(engine, ready))
         try:
+            # Silence counts in turns of this loop: a pause of both processes (a frozen container) is no hang.
+            num_silent_turns = 0
             while not ended.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), _WATCH_PERIOD_S)
-                if ready.done() and engine.silence_s > HANG_LIMIT_S:
+                num_silent_turns = num_silent_turns + 1 if engine.silence_s > 2 * _WATCH_PERIOD_S else 0
+                if ready.done() and num_silent_turns * _WATCH_PERIOD_S > HANG_LIMIT_S:
                     engine.last_words = f"it gave no sign of life for {HANG_LIMIT_S:g} s"
                     engine.process.kill()
             await asyncio.wait([reader], timeout=_LAST_WORDS_S)
