@@ -31,7 +31,6 @@ from fault_tools import (
 )
 
 from qwen_engine import LLM, SamplingParams
-from qwen_engine.distributed import tp_group
 from qwen_engine.engine import executor
 from qwen_engine.errors import EngineDeadError
 from qwen_engine.models import weights
@@ -66,25 +65,6 @@ def receive(self, timeout_s=None):
         time.sleep(600)
     return real(self, timeout_s)
 module.RingSubscriber.receive = receive"""
-HANGS_WHILE_CONNECTING = """\
-class Store(module.dist.Store):
-    def __init__(self, real):
-        super().__init__()
-        self.real = real
-    def set(self, key, value):
-        self.real.set(key, value)
-    def get(self, key):
-        return self.real.get(key)
-    def wait(self, keys, timeout):
-        time.sleep(600)  # the others know its address by now
-    def has_extended_api(self):
-        return False
-class Group:
-    real = module.dist.ProcessGroupGloo
-    _Options, create_device = real._Options, real.create_device
-    def __new__(cls, store, *args):
-        return cls.real(Store(store), *args)
-module.dist.ProcessGroupGloo = Group"""
 BETWEEN_STEPS = """\
 calls, real = [], module.RingSubscriber.receive
 def receive(self, timeout_s=None):
@@ -301,9 +281,8 @@ def test_tpw_01_the_watchdog_names_the_rank_that_the_others_wait_for(tmp_path, w
 
 
 def test_tpw_07_a_worker_that_never_connects_ends_the_start(planted, warm, make_tiny_model, monkeypatch):
-    planted("distributed.tp_group", HANGS_WHILE_CONNECTING)
+    planted("engine.worker", "module.connect_ranks = lambda *args, **options: time.sleep(600)")
     monkeypatch.setattr(executor, "CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(tp_group, "GLOO_CONNECT_TIMEOUT_S", 1.0)  # its thread ends soon after
     with nothing_left(), pytest.raises(EngineDeadError, match="connecting all ranks took longer than 1 s"):
         engine(make_tiny_model())
 

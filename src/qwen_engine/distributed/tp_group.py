@@ -18,7 +18,7 @@ import torch.distributed as dist
 from qwen_engine.distributed.progress import Progress
 
 LOOPBACK = "127.0.0.1"
-GLOO_CONNECT_TIMEOUT_S = 10.0
+GLOO_CONNECT_TIMEOUT_S = 30.0
 """Short, because nothing can end a wait for a rank that dies while it connects: gloo tries five times as long."""
 _WAIT_SLICE = timedelta(milliseconds=50)
 
