@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
+from fault_tools import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 from scripted import MODEL, ScriptedServer
+
+from qwen_engine.tokenization import structured
 
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
 PARAMETERS = {
@@ -220,28 +224,87 @@ def test_tool_choice_none_offers_no_tools_and_leaves_tags_in_the_text(scripted):
 
 
 @pytest.mark.parametrize(
-    ("choice", "code"),
+    "choice",
     [
-        ("required", "unsupported_parameter"),
-        ({"type": "function", "function": {"name": "g"}}, "unsupported_parameter"),
-        ({"type": "function", "function": {"name": "none"}}, None),
-        ({"type": "function"}, None),
-        ({"type": "function", "function": 5}, None),
-        ({"type": "custom", "custom": {"name": "f"}}, None),
-        ("always", None),
+        {"type": "function", "function": {"name": "none"}},
+        {"type": "function"},
+        {"type": "function", "function": 5},
+        {"type": "custom", "custom": {"name": "f"}},
+        "always",
     ],
 )
-def test_a_tool_choice_that_cannot_be_kept_is_refused(scripted, choice, code):
+def test_a_tool_choice_that_means_nothing_is_refused(scripted, choice):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(scripted, tools=TOOLS, tool_choice=choice)
-    assert (caught.value.param, caught.value.code) == ("tool_choice", code)
-    flat = {"type": "function", **choice["function"]} if code and isinstance(choice, dict) else choice
+    assert caught.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError) as caught:
-        scripted.openai.responses.create(model=MODEL, input="x", tools=FLAT_TOOLS, tool_choice=flat)
-    assert (caught.value.param, caught.value.code) == ("tool_choice", code)
+        scripted.openai.responses.create(model=MODEL, input="x", tools=FLAT_TOOLS, tool_choice=choice)
+    assert caught.value.param == "tool_choice"
     for choice in ("auto", "required"):
         with pytest.raises(openai.BadRequestError, match="needs tools"):
             ask(scripted, tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "reason"),
+    [
+        ("required", ["f", "g"], "tool_calls"),
+        ({"type": "function", "function": {"name": "g"}}, ["g"], "stop"),
+    ],
+)
+def test_a_call_that_has_to_be_made_is_enforced_by_the_engine(scripted, choice, names, reason):
+    """The engine is told which tools; what looks like a call while the model still thinks is none."""
+    scripted.write("<think>\nMaybe " + CALL + "?\n</think>\n\n" + OTHER_CALL)
+    whole = ask(scripted, tools=TOOLS, tool_choice=choice)
+    spec = scripted.client.params.structured_outputs
+    assert [tool["function"]["name"] for tool in json.loads(spec.tool_calls)] == names
+    assert all(json.dumps(tool) in scripted.client.prompt for tool in TOOLS)
+    message = message_of(whole)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["g"]
+    assert (message["reasoning"], message["content"]) == (f"Maybe {CALL}?", None)
+    assert whole.choices[0].finish_reason == reason
+    (streamed_message,), reasons, usage = streamed(scripted, tools=TOOLS, tool_choice=choice)
+    assert without_ids(streamed_message) == {**message, "content": ""}
+    assert (reasons, usage) == ([reason], whole.usage)
+    flat = choice if isinstance(choice, str) else {"type": "function", **choice["function"]}
+    response = scripted.openai.responses.create(model=MODEL, input="x", tools=FLAT_TOOLS, tool_choice=flat)
+    assert [item.name for item in response.output if item.type == "function_call"] == ["g"]
+    assert scripted.client.params.structured_outputs == spec
+
+
+def test_a_call_can_be_aborted_while_its_grammar_is_checked(scripted, monkeypatch):
+    """And however many such checks are under way, what has no grammar is served."""
+    gate = threading.Event()
+    check = structured._check
+    monkeypatch.setattr(structured, "_check", lambda spec: gate.wait(60) and check(spec))
+    answers = []
+
+    def ask_with_grammar(number: int) -> None:
+        answers.append(
+            scripted.openai.completions.with_raw_response.create(
+                model=MODEL,
+                prompt="x",
+                extra_body={"structured_outputs": {"choice": ["yes"]}},
+                extra_headers={"X-Request-Id": f"checked-{number}"},
+            ).parse()
+        )
+
+    scripted.write("yes")
+    threads = [threading.Thread(target=ask_with_grammar, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: scripted.service.num_calls == 8)
+        assert ask(scripted).choices[0].message.content == "yes"
+        aborted = scripted.openai.post("/abort", body={"request_id": "checked-3"}, cast_to=object)
+        assert aborted == {"aborted": 1}
+    finally:
+        gate.set()
+        for thread in threads:
+            thread.join(60)
+    reasons = {answer.id: answer.choices[0].finish_reason for answer in answers}
+    assert reasons == {f"cmpl-checked-{i}": "abort" if i == 3 else "stop" for i in range(8)}
+    wait_until(lambda: scripted.service.num_calls == scripted.client.num_sequences == 0)
 
 
 def test_without_parallel_calls_only_the_first_is_passed_on(scripted):

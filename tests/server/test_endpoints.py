@@ -286,7 +286,6 @@ def test_batches_and_samples_are_ordered(server):
         (COMPLETIONS, {"prompt": "x", "timeout": 0}, "timeout"),
         (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),

@@ -8,32 +8,58 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import zmq
+from fault_tools import wait_until
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine.core import EngineCore
 from qwen_engine.errors import EngineDeadError
-from qwen_engine.request import RequestSpec, SamplingParams
+from qwen_engine.request import Request, RequestSpec, SamplingParams
 from qwen_engine.server import wire
+from qwen_engine.server.constraint_queue import AddedCall, ConstraintQueue
 from qwen_engine.server.engine_process import EngineLoop
+from qwen_engine.tokenization.structured import GrammarCompiler
+from qwen_engine.tokenization.tokenizer import Tokenizer
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+class GatedCompiler(GrammarCompiler):
+    """Compiles when the test says so."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        super().__init__(tokenizer, vocab_size=vocab_size)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_constrained = 0
+
+    def constrain(self, request: Request) -> None:
+        assert self.gate.wait(60)
+        if request.request_id.startswith("broken"):
+            raise ZeroDivisionError("planted")
+        super().constrain(request)
+        self.num_constrained += 1
 
 
 class Peer:
     """The API process's end of a loop that runs in a thread."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, compiler: GatedCompiler) -> None:
         self._context = zmq.Context()
         self.socket, other = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self.socket.bind("inproc://loop")
         other.connect("inproc://loop")
         self.core = core
+        self.compiler = compiler
         self.stats = wire.EngineStats(num_running=-1)
         """As last told."""
         self.error: BaseException | None = None
         self._other = other
-        self._thread = threading.Thread(target=self._run, args=(EngineLoop(core, other),), daemon=True)
+        self._constraints = ConstraintQueue(lambda: compiler)
+        loop = EngineLoop(core, other, self._constraints)
+        self._thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
         self._thread.start()
 
     def _run(self, loop: EngineLoop) -> None:
@@ -80,14 +106,27 @@ class Peer:
         self.tell("shutdown")
         self._thread.join(60)
         assert not self._thread.is_alive()
+        self._constraints.close()
         self._context.destroy(linger=0)
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes and little more, so that it has fewer ids than the tiny model."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(["yes"], trainers.BpeTrainer(vocab_size=258, initial_alphabet=alphabet))
+    return Tokenizer(backend, {})
+
+
 @pytest.fixture
-def peer(tiny_model: Path) -> Iterator[Peer]:
+def peer(tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Peer]:
     config = EngineConfig(model=str(tiny_model), device="cpu", kv_cache_bytes=2**22, max_num_waiting=6)
-    core = EngineCore(config, tiny_model, ModelConfig.from_folder(tiny_model))
-    peer = Peer(core)
+    model_config = ModelConfig.from_folder(tiny_model)
+    core = EngineCore(config, tiny_model, model_config)
+    peer = Peer(core, GatedCompiler(tokenizer, vocab_size=model_config.vocab_size))
     yield peer
     peer.close()
     core.close()
@@ -162,6 +201,82 @@ def fail_and_reset(core: EngineCore) -> None:
     """What a step does that meets an error it does not know."""
     core.reset()
     raise ZeroDivisionError("planted")
+
+
+END = 400  # no text
+YES = {"structured_outputs": {"choice": ["yes"]}, "stop_token_ids": [END], "max_tokens": 10}
+
+
+def text_of(peer: Peer, token_ids: list[int]) -> str:
+    assert token_ids.pop() == END
+    return peer.compiler._tokenizer.decode(token_ids)
+
+
+def test_others_are_served_while_a_grammar_is_compiled(peer):
+    peer.add("free")
+    alone = peer.tokens("free-0")["free-0"]
+    peer.compiler.gate.clear()
+    peer.add("1", n=2, temperature=1.0, **YES)
+    peer.add("2", **YES)
+    for id_ in ("3", "4"):
+        peer.add(id_)
+        assert peer.tokens(f"{id_}-0")[f"{id_}-0"] == alone
+    while peer.stats.num_waiting != 3:  # the ones that wait for their grammar
+        peer.next()
+    peer.compiler.gate.set()
+    texts = peer.tokens("1-0", "1-1", "2-0")
+    assert [text_of(peer, ids) for ids in texts.values()] == ["yes"] * 3
+
+
+def test_an_abort_while_a_grammar_is_compiled_leaves_nothing(peer):
+    peer.compiler.gate.clear()
+    peer.add("1", n=3, temperature=1.0, **YES)
+    peer.add("2", **YES)
+    peer.add("3", **YES)
+    peer.tell("abort", ["1-0", "1-2"])
+    peer.tell("abort", ["2-0", "2-0"])
+    peer.add("free")
+    peer.tokens("free-0")  # the aborts have arrived
+    peer.compiler.gate.set()
+    texts = peer.tokens("1-1", "3-0")
+    assert [text_of(peer, ids) for ids in texts.values()] == ["yes"] * 2
+    assert peer.compiler.num_constrained <= 3  # the one that was at the gate may be among them
+    while peer.stats != wire.EngineStats():
+        peer.next()
+    assert not peer.core.has_work
+
+
+def test_a_constraint_that_fails_harms_its_own_call_alone(peer):
+    broken = {**YES, "structured_outputs": {"regex": "(a"}}  # a check would have refused it
+    peer.compiler.gate.clear()
+    peer.add("1", "2", **broken)
+    peer.add("broken", **YES)
+    peer.add("too-many", **{**YES, "n": 20, "temperature": 1.0})
+    peer.add("3", **YES)
+    peer.compiler.gate.set()
+    refused, message, param, is_refusal = peer.skip_to("refused")
+    assert (refused, param, is_refusal) == (["1", "2"], "structured_outputs", True)
+    assert "grammar is not supported" in message
+    assert peer.skip_to("refused") == [["broken"], "planted", None, False]
+    assert "max_num_waiting" in peer.skip_to("refused")[1]
+    assert text_of(peer, peer.tokens("3-0")["3-0"]) == "yes"
+
+
+def test_a_compiler_that_cannot_be_made_is_each_call_s_error():
+    queue = ConstraintQueue(lambda: 1 // 0)
+    queue.wait_ready()
+    for id_ in ("1", "2"):
+        queue.put(AddedCall([id_], {f"{id_}-0": Request(f"{id_}-0", [5], SamplingParams(**YES))}))
+    failed = []
+
+    def have_failed() -> bool:
+        failed.extend((call.request_ids, type(error)) for call, error in queue.take_done())
+        return len(failed) == 2
+
+    wait_until(have_failed)
+    assert failed == [(["1"], ZeroDivisionError), (["2"], ZeroDivisionError)]
+    assert queue.num_sequences == 0
+    queue.close()
 
 
 def test_idle_numbers_are_told_once(peer):

@@ -36,6 +36,7 @@ async def open_chat(service: Service, body: ChatBody, request: Request, *, id_pr
         timeout_s=body.timeout,
         limit=(body.limit[0] if body.limit[1] is not None else "max_completion_tokens", body.limit[1]),
         prepare=lambda: _specs(service, body),
+        is_constrained=bool(body.constraints),
         new_splitter=lambda spec: _new_splitter(service, body, spec),
     )
 
@@ -59,18 +60,21 @@ def parse_whole(parser: ChatOutputParser, sample: CompletionOutput) -> tuple[lis
 
 def _new_splitter(service: Service, body: ChatBody, spec: RequestSpec) -> ReasoningSplitter:
     prefix = generation_prefix(service.tokenizer, spec.prompt_token_ids)
-    return ReasoningSplitter(prefix, detect_calls=bool(body.shown_tools))
+    return ReasoningSplitter(prefix, detect_calls=bool(body.shown_tools) and not body.forced_tools)
 
 
 def _specs(service: Service, body: ChatBody) -> Sequence[RequestSpec]:
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(service.options.sampling_defaults, max_tokens=body.limit[1], logprobs=num_logprobs)
     prompt = {
         "prompt_token_ids": service.tokenizer.apply_chat_template(body.messages, **body.template_options),
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt,
     }
-    spec = service.inputs.process(prompt, params)
+    with body.naming_constraint():
+        params = body.sampling_params(
+            service.options.sampling_defaults, max_tokens=body.limit[1], logprobs=num_logprobs
+        )
+        spec = service.inputs.process(prompt, params)
     spec.sequence(0)  # refuses malformed fields
     return [spec]
 

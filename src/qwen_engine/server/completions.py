@@ -27,6 +27,7 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
         timeout_s=body.timeout,
         limit=("max_tokens", body.max_tokens),
         prepare=lambda: _specs(service, body),
+        is_constrained=bool(body.constraints),
     )
     answer = _Answer(service, body, call)
     return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
@@ -40,13 +41,16 @@ def _specs(service: Service, body: CompletionBody) -> Sequence[RequestSpec]:
         more["max_tokens"] = body.max_tokens
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    params = body.sampling_params(service.options.sampling_defaults, **more)
+    with body.naming_constraint():
+        params = body.sampling_params(service.options.sampling_defaults, **more)
     specs = []
     for prompt in body.prompts:
         if not isinstance(prompt, str):
             check_token_ids(service.tokenizer, prompt, "prompt")
-        form = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        spec = service.inputs.process({**form, "priority": body.priority or 0, "cache_salt": body.cache_salt}, params)
+        form: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        form |= {"priority": body.priority or 0, "cache_salt": body.cache_salt}
+        with body.naming_constraint():
+            spec = service.inputs.process(form, params)
         spec.sequence(0)  # refuses malformed fields
         specs.append(spec)
     return specs

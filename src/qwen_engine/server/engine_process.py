@@ -26,6 +26,9 @@ import zmq
 
 from qwen_engine.errors import EngineDeadError, QwenEngineError, RequestError, summary
 from qwen_engine.server import log_format, wire
+from qwen_engine.server.constraint_queue import AddedCall, ConstraintQueue
+from qwen_engine.tokenization.structured import GrammarCompiler
+from qwen_engine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from qwen_engine.engine.core import EngineCore
@@ -36,6 +39,7 @@ BEAT_PERIOD_S = 0.5
 STATS_PERIOD_S = 0.25
 MAX_FAILED_STEPS = 2
 """Steps that may fail one after the other before the engine gives up: the first may be a request's fault."""
+_COMPILE_POLL_S = 0.002
 _LINGER_MS = 2000
 _PR_SET_PDEATHSIG = 1
 
@@ -43,9 +47,10 @@ _PR_SET_PDEATHSIG = 1
 class EngineLoop:
     """Takes commands, steps the core, sends what came out. Nothing a command holds can end the loop."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket, constraints: ConstraintQueue) -> None:
         self._core = core
         self._socket = socket
+        self._constraints = constraints
         self._stopping = False
         self._stats = wire.EngineStats()
         self._stats_time = 0.0
@@ -58,6 +63,11 @@ class EngineLoop:
         """Returns when told to shut down; raises EngineDeadError when the engine cannot go on."""
         while not self._stopping:
             self._take_commands(wait_s=0.0 if self._core.has_work else self._idle_wait_s())
+            for call, error in self._constraints.take_done():
+                if error is None:
+                    self._queue(call)
+                else:
+                    self._refuse(call, error)
             rows = []
             if self._core.has_work and not self._stopping:
                 rows = self._step()
@@ -83,6 +93,7 @@ class EngineLoop:
                 self._add(*arguments)
             case "abort":
                 for sequence_id in arguments[0]:
+                    self._constraints.drop(sequence_id)
                     self._core.finish(sequence_id, "abort")
             case "stop":
                 sequence_id, stop_string = arguments
@@ -95,22 +106,36 @@ class EngineLoop:
                 raise ValueError(f"unknown command {kind!r}")
 
     def _add(self, specs: list[Any]) -> None:
-        """Queues the sequences of all these requests, or refuses all."""
-        added: list[str] = []
+        """Queues the sequences of all these requests, or refuses all. Those of structured output get ready first."""
+        call = AddedCall([fields[0] for fields in specs])
         try:
             for spec in map(wire.decode_spec, specs):
                 for index, sequence_id in enumerate(spec.sequence_ids):
-                    self._core.add(spec.sequence(index))
-                    added.append(sequence_id)
+                    call.sequences[sequence_id] = spec.sequence(index)
+        except Exception as error:
+            self._refuse(call, error)
+            return
+        if any(sequence.params.structured_outputs is not None for sequence in call.sequences.values()):
+            self._constraints.put(call)
+        else:
+            self._queue(call)
+
+    def _queue(self, call: AddedCall) -> None:
+        added: list[str] = []
+        try:
+            for sequence_id, sequence in call.sequences.items():
+                self._core.add(sequence)
+                added.append(sequence_id)
         except Exception as error:
             for sequence_id in added:
                 self._core.finish(sequence_id, "abort")
-            is_refusal = isinstance(error, RequestError)
-            self._send(
-                "refused", [spec[0] for spec in specs], str(error), error.param if is_refusal else None, is_refusal
-            )
-            if not is_refusal:
-                raise
+            self._refuse(call, error)
+
+    def _refuse(self, call: AddedCall, error: BaseException) -> None:
+        is_refusal = isinstance(error, RequestError)
+        if not is_refusal:
+            logger.error("a request cannot be taken", exc_info=error)
+        self._send("refused", call.request_ids, str(error), error.param if is_refusal else None, is_refusal)
 
     def _step(self) -> list[Any]:
         scheduler = self._core.scheduler
@@ -138,6 +163,8 @@ class EngineLoop:
 
     def _idle_wait_s(self) -> float:
         """Until the next look at the ranks; at once if there are numbers that nobody has been told."""
+        if self._constraints.num_sequences:
+            return _COMPILE_POLL_S
         return 0.0 if self._read_stats() != self._stats else STATS_PERIOD_S
 
     def _new_stats(self) -> wire.EngineStats | None:
@@ -156,7 +183,7 @@ class EngineLoop:
         blocks = scheduler.block_manager
         return wire.EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + self._constraints.num_sequences,
             kv_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
             num_preemptions=self._num_past_preemptions + scheduler.num_preemptions,
         )
@@ -227,8 +254,12 @@ def _serve(spec: wire.EngineProcessSpec, socket: zmq.Socket, heart: _Heart) -> N
 
     config = EngineConfig(**spec.config)
     folder = Path(spec.model_folder)
-    core = EngineCore(config, folder, ModelConfig.from_folder(folder))
-    loop = EngineLoop(core, socket)
+    model_config = ModelConfig.from_folder(folder)
+    # Building the vocabulary holds Python's lock for a second: better while weights load than in the middle of steps.
+    constraints = ConstraintQueue(lambda: _new_compiler(folder, model_config.vocab_size))
+    core = EngineCore(config, folder, model_config)
+    constraints.wait_ready()
+    loop = EngineLoop(core, socket, constraints)
     heart.step_timeout_s = config.step_timeout_s
     heart.loop = loop
     facts = wire.EngineFacts(
@@ -242,7 +273,14 @@ def _serve(spec: wire.EngineProcessSpec, socket: zmq.Socket, heart: _Heart) -> N
     try:
         loop.run()
     finally:
+        constraints.close()
         core.close()
+
+
+def _new_compiler(folder: Path, vocab_size: int) -> GrammarCompiler:
+    compiler = GrammarCompiler(Tokenizer.from_folder(folder), vocab_size=vocab_size)
+    compiler.load()
+    return compiler
 
 
 def _exit_with_parent() -> None:

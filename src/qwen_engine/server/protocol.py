@@ -9,12 +9,21 @@ item (`Items`), and objects of the client's own keys are limited (`Map`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
-from qwen_engine.errors import shown
+from qwen_engine.errors import RequestError, shown
 from qwen_engine.request import MAX_LOGIT_BIAS, SamplingParams
 from qwen_engine.server.errors import ApiError, unsupported
 from qwen_engine.server.response_input import chat_tool, messages_of
@@ -60,6 +69,46 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(Body):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="The schema is always kept.")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def constraint(self) -> dict[str, Any] | None:
+        """As fields of `StructuredOutputs`."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class StructuredOutputsBody(Body):
+    """vLLM's name for what the text of an output has to be: exactly one of the fields."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = Field(None, description="Lark or EBNF.")
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        """As fields of `StructuredOutputs`. Raises ApiError unless there is one."""
+        given = self.model_dump(by_alias=True, exclude_none=True)
+        given = {name: value for name, value in given.items() if value is not False}
+        if len(given) != 1:
+            names = ", ".join(field.alias or name for name, field in type(self).model_fields.items())
+            reason = f"structured_outputs has {len(given)} constraints; it must have one of {names}"
+            raise ApiError(400, reason, param="structured_outputs")
+        return given
+
+
 class GenerationBody(Body):
     """Fields that completions and chat completions share."""
 
@@ -84,6 +133,8 @@ class GenerationBody(Body):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice.")
@@ -96,6 +147,7 @@ class GenerationBody(Body):
     service_tier: Any = Field(None, description=IGNORED)
     safety_identifier: Any = Field(None, description=IGNORED)
     prompt_cache_key: Any = Field(None, description=IGNORED)
+    _format_name: str = PrivateAttr("response_format")
 
     def check(self) -> None:
         """Raises ApiError for combinations that no field's type can exclude."""
@@ -110,11 +162,47 @@ class GenerationBody(Body):
         if self.timeout is not None and not 0 < self.timeout <= MAX_TIMEOUT_S:
             reason = f"timeout is {self.timeout:g}; it must be in (0, {MAX_TIMEOUT_S:g}] seconds"
             raise ApiError(400, reason, param="timeout")
+        self._check_format()
+        if len(self.constraints) > 1:
+            first, second, *_ = self.constraints
+            reason = f"{first} and {second} both say what the output has to be; give one of them"
+            raise ApiError(400, reason, param=second)
+
+    def _check_format(self) -> None:
+        given = self.response_format
+        if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
+            reason = f"{self._format_name} of type {given.type} {'has' if given.json_schema else 'needs'} a schema"
+            raise ApiError(400, reason, param=self._format_name)
+
+    @property
+    def constraints(self) -> dict[str, dict[str, Any]]:
+        """What the output has to be: the field that says so → its meaning as fields of `StructuredOutputs`.
+
+        One at most, once `check` has passed.
+        """
+        found = {}
+        if self.response_format is not None and (constraint := self.response_format.constraint) is not None:
+            found[self._format_name] = constraint
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.constraint
+        return found
+
+    @contextlib.contextmanager
+    def naming_constraint(self) -> Iterator[None]:
+        """Errors in what the output has to be get the name of the field that said so."""
+        try:
+            yield
+        except RequestError as error:
+            if error.param != "structured_outputs":
+                raise
+            (name,) = self.constraints
+            raise RequestError(str(error), "tools" if name == "tool_choice" else name) from error
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """`defaults`, what the body gives, and `more`, the later over the earlier. Raises RequestError."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{**defaults, **given, **more})
+        structure = next(iter(self.constraints.values()), None)
+        return SamplingParams(**{**defaults, **given, "structured_outputs": structure, **more})
 
     @property
     def wants_usage(self) -> bool:
@@ -165,11 +253,6 @@ class CompletionBody(GenerationBody):
             raise unsupported("suffix", "suffix is not supported")
 
 
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Any = None
-
-
 class Tool(BaseModel):
     """Passed to the chat template as it came, so whatever it holds is kept."""
 
@@ -190,7 +273,6 @@ class ChatBody(GenerationBody):
     tools: Items[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, description='"none" turns thinking off; other values are ignored.')
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = Field(None, description="Default: unless continue_final_message is true.")
@@ -199,33 +281,32 @@ class ChatBody(GenerationBody):
     modalities: Any = Field(None, description=IGNORED)
 
     def check(self) -> None:
+        self._check_tool_choice()
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported("response_format", f"response_format {self.response_format.type} is not supported")
-        self._check_tool_choice()
+        if self.shown_tools and not self.forced_tools and self.constraints:
+            (name,) = self.constraints
+            reason = f"{name} leaves no room for calls of the tools; leave them out, or set tool_choice to none"
+            raise unsupported(name, reason)
 
     def _check_tool_choice(self) -> None:
         if self.tool_choice in (None, "none"):
             return
         if not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        if self.tool_choice == "auto":
-            return
-        if self.tool_choice != "required":
-            names = [tool.function.get("name") for tool in self.tools]
-            if _named_function(self.tool_choice) not in names:
-                raise ApiError(
-                    400,
-                    f"tool_choice is {shown(self.tool_choice)}; it must be none, auto, required, or "
-                    '{"type": "function", "function": {"name": NAME}} with the name of one of the tools',
-                    param="tool_choice",
-                )
-        raise unsupported(
-            "tool_choice",
-            f"tool_choice is {shown(self.tool_choice)}, which cannot be enforced yet; only none and auto are supported",
-        )
+        if self.tool_choice != "auto" and not self.forced_tools:
+            raise ApiError(
+                400,
+                f"tool_choice is {shown(self.tool_choice)}; it must be none, auto, required, or "
+                '{"type": "function", "function": {"name": NAME}} with the name of one of the tools',
+                param="tool_choice",
+            )
+
+    @property
+    def constraints(self) -> dict[str, dict[str, Any]]:
+        found = super().constraints
+        return {**found, "tool_choice": {"tool_calls": self.forced_tools}} if self.forced_tools else found
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -247,6 +328,15 @@ class ChatBody(GenerationBody):
         if self.tool_choice == "none" or not self.tools:
             return None
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Those of which one has to be called."""
+        tools = self.shown_tools or []
+        if self.tool_choice in (None, "auto", "required"):
+            return tools if self.tool_choice == "required" else []
+        name = _named_function(self.tool_choice)
+        return [tool for tool in tools if name is not None and tool["function"].get("name") == name]
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -271,11 +361,17 @@ class ReasoningOptions(Body):
 
 
 class TextFormat(Body):
+    """`ResponseFormat` without its nesting."""
+
     type: Literal["text", "json_object", "json_schema"]
-    name: Any = None
-    description: Any = None
-    schema_: Any = Field(None, alias="schema")
-    strict: Any = None
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def as_response_format(self) -> ResponseFormat:
+        schema = None if self.schema_ is None else JsonSchema(name=self.name or "", schema=self.schema_)
+        return ResponseFormat(type=self.type, json_schema=schema)
 
 
 class TextOptions(Body):
@@ -321,12 +417,11 @@ class ResponsesBody(Body):
             raise unsupported("background", "background is not supported")
         if self.truncation == "auto":
             raise unsupported("truncation", "truncation auto is not supported")
-        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            raise unsupported("text.format", f"text.format {self.text.format.type} is not supported")
         choice = self.tool_choice
         if isinstance(choice, dict) and "name" in choice:
             choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
-        return ChatBody(
+        text_format = None if self.text is None else self.text.format
+        chat = ChatBody(
             model=self.model,
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
@@ -337,10 +432,13 @@ class ResponsesBody(Body):
             tools=[Tool(**chat_tool(tool, f"tools[{index}]")) for index, tool in enumerate(self.tools or ())] or None,
             tool_choice=choice if self.tools or choice != "auto" else None,
             parallel_tool_calls=self.parallel_tool_calls,
+            response_format=None if text_format is None else text_format.as_response_format(),
             timeout=self.timeout,
             priority=self.priority,
             cache_salt=self.cache_salt,
         )
+        chat._format_name = "text.format"
+        return chat
 
     def _messages(self) -> list[dict[str, Any]]:
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []

@@ -46,6 +46,10 @@ class _Answer:
         self._parser = new_parser(service, chat, call)
         self._output = _Output(call.id.removeprefix("resp_"))
         self._sequence_numbers = itertools.count()
+        text_format = None if body.text is None else body.text.format
+        self._format = (
+            {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_none=True)
+        )
 
     def whole(self) -> dict[str, Any]:
         (state,) = self._call.generation.states
@@ -123,7 +127,7 @@ class _Answer:
             "reasoning": {"effort": self._chat.reasoning_effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": params.top_p,

@@ -35,6 +35,7 @@ request_logger = logging.getLogger("qwen_engine.server.requests")
 MAX_SEQUENCES = 4096
 """Most sequences (prompts times n) of one call."""
 _TOKENIZER_THREADS = 4
+_GRAMMAR_THREADS = 2
 DONE = b"data: [DONE]\n\n"
 
 
@@ -76,6 +77,8 @@ class Service:
         self._num_sequences = 0
         self._calls: dict[str, set[Call]] = {}  # by every id a client may know it by
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        # A grammar that is costly on purpose holds up those who send grammars, nobody else.
+        self._grammar_pool = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
 
     @property
     def max_model_len(self) -> int:
@@ -111,11 +114,13 @@ class Service:
         timeout_s: float | None,
         limit: tuple[str, int | None],
         prepare: Callable[[], Sequence[RequestSpec]],
+        is_constrained: bool,
         new_splitter: Callable[[RequestSpec], ReasoningSplitter] | None = None,
     ) -> Call:
         """Admits a call and sends it to the engine.
 
-        num_sequences: that `prepare` will make. limit: the output limit the client gave, and its field's name.
+        num_sequences: that `prepare` will make. is_constrained: it has a grammar to check, too.
+        limit: the output limit the client gave, and its field's name.
         new_splitter: for chats, of `RequestState`.
         Raises ApiError or RequestError; then nothing of the call is left.
         """
@@ -123,7 +128,8 @@ class Service:
         self._admit(num_sequences)
         call = Call(self, request, id_prefix=id_prefix, model=model, num_sequences=num_sequences)
         try:
-            specs = await self.in_pool(prepare)
+            pool = self._grammar_pool if is_constrained else self._pool
+            specs = await asyncio.get_running_loop().run_in_executor(pool, prepare)
             for spec in specs:
                 self._check_length(spec, limit)
             generation = self.client.submit(
@@ -207,6 +213,7 @@ class Call:
         self._service = service
         self._generation: Generation | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._aborted = False
         self._closed = False
         service.enter(self)
 
@@ -220,8 +227,12 @@ class Call:
         if timeout_s is not None:
             generation.expire_after(timeout_s)
         self._watch = asyncio.create_task(self._abort_on_disconnect())
+        if self._aborted:
+            generation.abort()
 
     def abort(self) -> None:
+        """Ends it, or lets it end as soon as it begins."""
+        self._aborted = True
         if self._generation is not None:
             self._generation.abort()
 

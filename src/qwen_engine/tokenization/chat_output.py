@@ -44,7 +44,8 @@ class ChatOutputParser:
         parallel_tool_calls: bool = True,
     ) -> None:
         reads_calls = tools and tool_choice != "none"
-        self._reasoning = ReasoningSplitter(prompt, detect_calls=reads_calls)
+        # A call that has to be made comes after the thinking; one inside it would not be enforced.
+        self._reasoning = ReasoningSplitter(prompt, detect_calls=reads_calls and tool_choice in (None, "auto"))
         self._calls = ToolCallParser(parallel=parallel_tool_calls) if reads_calls else None
         self._is_named_choice = isinstance(tool_choice, Mapping)
 

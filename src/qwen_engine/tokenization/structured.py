@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qwen_engine.errors import RequestError, summary
+from qwen_engine.errors import RequestError, shown, summary
 from qwen_engine.request import Request, StructuredOutputs
 from qwen_engine.tokenization import grammar_check
 from qwen_engine.tokenization.grammar_size import PARAM, check_lark, check_regex, check_schema
@@ -79,6 +79,12 @@ class GrammarCompiler:
         if not self._tokenizer.is_byte_level:
             raise RequestError("structured output needs a byte-level tokenizer; this checkpoint's is not", PARAM)
         _check(spec)
+
+    def load(self) -> None:
+        """Builds the vocabulary, a second's work for Qwen3's, which the first grammar would have to wait for."""
+        if self._tokenizer.is_byte_level:
+            with self._lock:
+                self._load_vocabulary()
 
     def constrain(self, request: Request) -> None:
         """Gives a request its matcher if it asks for structured output. Raises RequestError."""
@@ -342,7 +348,13 @@ def _tool_call_grammar(tools: Sequence[Mapping[str, Any]]) -> str:
     names, rules = [], []
     for index, tool in enumerate(tools):
         function = tool["function"]
-        schema = json.dumps(_checked_schema(function.get("parameters") or _ANY_OBJECT), ensure_ascii=False)
+        parameters = {**_ANY_OBJECT, **(function.get("parameters") or {})}
+        if parameters["type"] != "object":  # what else a model wrote there would not be read as a call
+            raise RequestError(
+                f"parameters of {shown(function['name'])} have type {shown(parameters['type'])}; it must be 'object'",
+                PARAM,
+            )
+        schema = json.dumps(_checked_schema(parameters), ensure_ascii=False)
         head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         names.append(f"call_{index}")
         rules.append(f'call_{index}: {json.dumps(head, ensure_ascii=False)} arguments_{index} "}}"')
