@@ -207,6 +207,23 @@ def test_any_way_through_the_masks_gives_a_text_of_the_grammar(tiny, qwen, compi
     check(wander(start(qwen_compiler, **spec), qwen, rng))
 
 
+def test_arguments_of_a_call_are_an_object(compiler):
+    """Nothing else would be read as a call."""
+
+    def of(parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"tool_calls": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+    matcher = start(compiler, **of({"properties": {"a": {"type": "integer"}}}))
+    accept_text(matcher, compiler._tokenizer, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+    matcher = start(compiler, **of({"properties": {}}))
+    accept_text(matcher, compiler._tokenizer, '<tool_call>\n{"name": "f", "arguments": ')
+    texts = {compiler._tokenizer.token_bytes(id_)[:1] for id_ in allowed(matcher)}
+    assert texts == {b"{"}
+    for kind in ("array", None, ["object", "null"]):
+        with pytest.raises(RequestError, match="must be 'object'"):
+            compiler.check(StructuredOutputs(**of({"type": kind})))
+
+
 def test_any_json_object(tiny, compiler):
     for text in ("{}", '{"a": [1, {"b": null}],\n  "c": "é"}', '{"": {}}'):
         matcher = start(compiler, json_object=True)
