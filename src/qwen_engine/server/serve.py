@@ -30,6 +30,7 @@ from qwen_engine.server import log_format
 from qwen_engine.server.app import create_app
 from qwen_engine.server.config_file import file_arguments
 from qwen_engine.server.engine_client import EngineClient
+from qwen_engine.server.http_protocol import LimitedHttp
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.service import Service, ServiceOptions
 from qwen_engine.tokenization.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ class _Server:
         self._http = _Http(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=LimitedHttp,
                 ws="none",
                 lifespan="off",
                 log_config=None,
