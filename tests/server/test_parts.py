@@ -24,7 +24,7 @@ from qwen_engine.server.json_response import to_json
 from qwen_engine.server.log_format import JsonFormatter, TextFormatter
 from qwen_engine.server.logprobs import LOGPROB_FLOOR, CompletionLogprobs, chat_logprobs, join_pieces
 from qwen_engine.server.protocol import ChatBody, ResponsesBody
-from qwen_engine.server.serve import parse_args
+from qwen_engine.server.serve import API_KEY_VARIABLE, parse_args
 from qwen_engine.tokenization.chat_output import ReasoningDelta
 from qwen_engine.tokenization.tokenizer import Tokenizer
 from qwen_engine.tokenization.tool_calls import ToolArgumentsDelta, ToolCallStart
@@ -237,7 +237,18 @@ def test_a_file_with_a_fault_is_refused(text, words, tmp_path):
         (["--metrics-prefix", "a-b"], "a-b"),
         (["--ssl-certfile", "x"], "--ssl-keyfile"),
         (["--host", "no.such.host.invalid"], "cannot listen"),
-        (["--port", "70000"], "cannot listen"),
+        (["--port", "70000"], "--port"),
+        (["--port", "99999999999"], "--port"),
+        (["--restart-engine", "-1"], "--restart-engine"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
+        (["--dead-engine-grace", "-0.1"], "--dead-engine-grace"),
+        (["--max-request-bytes", "0"], "--max-request-bytes"),
+        (["--max-queued-requests", "-1"], "--max-queued-requests"),
+        (["--served-model-name", "a", "--served-model-name", ""], "--served-model-name"),
+        (["--api-key", "secret", "--api-key", ""], "API key"),
+        (["--api-key", "schlüssel"], "API key"),
+        (["--ssl-certfile", "no/such/file", "--ssl-keyfile", "x"], "no/such/file"),
+        (["--ssl-certfile", "/dev/null", "--ssl-keyfile", "/dev/null"], "/dev/null"),
     ],
 )
 def test_options_that_cannot_be_right_are_refused_before_anything_starts(args, word, capsys):
@@ -245,6 +256,15 @@ def test_options_that_cannot_be_right_are_refused_before_anything_starts(args, w
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
     assert word in line
+
+
+@pytest.mark.parametrize("value", [",", "secret,", " secret"])
+def test_keys_of_the_environment_cannot_be_empty_by_mistake(value, monkeypatch, capsys):
+    monkeypatch.setenv(API_KEY_VARIABLE, value)
+    assert cli.main(["serve", "--model", "no/such/folder", "--port", "0"]) == 2
+    message = capsys.readouterr().err
+    assert "API key" in message
+    assert "secret" not in message
 
 
 def test_shd_02_a_port_that_is_taken_is_found_before_anything_is_loaded(capsys):

@@ -6,6 +6,7 @@ there are keys, whatever the route, method or spelling: the check knows no prefi
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
 REQUEST_ID_HEADER = "X-Request-Id"
+BODY_LIMIT_S = 300.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -52,7 +54,7 @@ class Gate:
 
         try:
             self._check_key(headers, scope["path"])
-            body = await self._read_body(headers, receive)
+            body = await self._read_body_in_time(headers, receive)
             await self._app(scope, _replay(body, receive), send_with_id)
         except Exception as error:
             answer = as_api_error(error)
@@ -76,6 +78,15 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    async def _read_body_in_time(self, headers: Headers, receive: Receive) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_LIMIT_S):
+                return await self._read_body(headers, receive)
+        except TimeoutError:
+            # What may still come of the body is not read.
+            message = f"the body has not come within {BODY_LIMIT_S:g} s"
+            raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body. Raises ApiError if it is too large, not JSON or encoded."""

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from qwen_engine.server import log_format
 from qwen_engine.server.app import create_app
 from qwen_engine.server.config_file import file_arguments
 from qwen_engine.server.engine_client import EngineClient
+from qwen_engine.server.http_protocol import LimitedHttp
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.service import Service, ServiceOptions
 from qwen_engine.tokenization.tokenizer import Tokenizer
@@ -40,6 +42,16 @@ API_KEY_VARIABLE = "QWEN_ENGINE_API_KEY"
 _BACKLOG = 2048
 _FLUSH_S = 2.0  # for the last chunks of aborted requests to leave
 _KEEP_ALIVE_S = 60
+_API_KEY = re.compile(r"[\x21-\x7e]+")
+_MAX_S = 10**9
+_RANGES = {
+    "port": (0, 65535),
+    "max_request_bytes": (1, 2**40),
+    "max_queued_requests": (0, 10**9),
+    "restart_engine": (0, 10**9),
+    "shutdown_timeout": (0, _MAX_S),
+    "dead_engine_grace": (0, _MAX_S),
+}
 _METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -59,10 +71,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit code."""
     log_format.configure(args.log_format)
-    if not _METRICS_PREFIX.fullmatch(args.metrics_prefix):
-        raise ConfigError(f"metrics prefix {args.metrics_prefix!r} must be letters, digits and underscores")
-    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
-        raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or none")
+    _check_options(args)
     config = EngineConfig.from_options({"model": args.model, **engine_options(args)})
     with _listen(args.host, args.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
@@ -109,14 +118,14 @@ class _Server:
         )
         app = create_app(
             self._service,
-            api_keys=args.api_key or _keys_of_environment(),
+            api_keys=_api_keys(args),
             allowed_origins=args.allowed_origins or (),
             max_request_bytes=args.max_request_bytes,
         )
         self._http = _Http(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=LimitedHttp,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -222,6 +231,34 @@ class _Http(uvicorn.Server):
         yield
 
 
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what no type can exclude; the engine's options are checked by `EngineConfig`."""
+    for name, (low, high) in _RANGES.items():
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {low} to {high}")
+    if not _METRICS_PREFIX.fullmatch(args.metrics_prefix):
+        raise ConfigError(f"metrics prefix {args.metrics_prefix!r} must be letters, digits and underscores")
+    if args.served_model_name and not all(args.served_model_name):
+        raise ConfigError("--served-model-name is empty; give the name that clients send")
+    if not all(map(_API_KEY.fullmatch, _api_keys(args))):
+        # An empty one, from a variable that is not set, would let everybody in; the others nobody could send.
+        raise ConfigError("an API key is empty or holds something else than printable ASCII without spaces")
+    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or none")
+    if args.ssl_certfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError(f"cannot use {args.ssl_certfile} with {args.ssl_keyfile}: {error}") from error
+
+
+def _api_keys(args: argparse.Namespace) -> list[str]:
+    """Those of the command line, else those of the environment."""
+    value = os.environ.get(API_KEY_VARIABLE)
+    return args.api_key or (value.split(",") if value else [])
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError in one line, long before a model would have been loaded."""
     if not 0 <= port <= 65535:  # the resolver would wrap it round
@@ -239,10 +276,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
     return listener
-
-
-def _keys_of_environment() -> list[str]:
-    return [key for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
