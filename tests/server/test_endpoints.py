@@ -228,8 +228,9 @@ def test_api_09_prompt_and_output_share_the_context(server):
         assert (error["code"], error["param"]) == ("context_length_exceeded", name)
     error = server.ask(CHAT, {"messages": MESSAGES, "max_completion_tokens": 600}).error
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_completion_tokens")
-    error = server.ask(CHAT, {"messages": [{"role": "user", "content": "a b " * 400}], "stream": True}).error
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    for more in ({"stream": True}, {"max_tokens": 5}):
+        error = server.ask(CHAT, {"messages": [{"role": "user", "content": "a b " * 400}], **more}).error
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
 def test_api_01_api_02_prompts_that_are_none(server):

@@ -34,6 +34,7 @@ async def open_chat(service: Service, body: ChatBody, request: Request, *, id_pr
         streams=bool(body.stream),
         num_sequences=max(1, body.n or 1),
         timeout_s=body.timeout,
+        prompt_field="messages",
         limit=(body.limit[0] if body.limit[1] is not None else "max_completion_tokens", body.limit[1]),
         prepare=lambda: _specs(service, body),
         is_constrained=bool(body.constraints),

@@ -25,6 +25,7 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
         streams=bool(body.stream),
         num_sequences=len(body.prompts) * max(1, body.n or 1),
         timeout_s=body.timeout,
+        prompt_field="prompt",
         limit=("max_tokens", body.max_tokens),
         prepare=lambda: _specs(service, body),
         is_constrained=bool(body.constraints),

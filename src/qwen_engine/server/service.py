@@ -112,6 +112,7 @@ class Service:
         streams: bool,
         num_sequences: int,
         timeout_s: float | None,
+        prompt_field: str,
         limit: tuple[str, int | None],
         prepare: Callable[[], Sequence[RequestSpec]],
         is_constrained: bool,
@@ -119,8 +120,8 @@ class Service:
     ) -> Call:
         """Admits a call and sends it to the engine.
 
-        num_sequences: that `prepare` will make. is_constrained: it has a grammar to check, too.
-        limit: the output limit the client gave, and its field's name.
+        num_sequences: that `prepare` will make. is_constrained: it has a grammar to check, too. prompt_field: the
+        prompt's, for errors. limit: the output limit the client gave, and its field's name.
         new_splitter: for chats, of `RequestState`.
         Raises ApiError or RequestError; then nothing of the call is left.
         """
@@ -131,7 +132,7 @@ class Service:
             pool = self._grammar_pool if is_constrained else self._pool
             specs = await asyncio.get_running_loop().run_in_executor(pool, prepare)
             for spec in specs:
-                self._check_length(spec, limit)
+                self._check_length(spec, prompt_field, limit)
             generation = self.client.submit(
                 specs, streams=streams, arrival_time=call.arrival_time, new_splitter=new_splitter
             )
@@ -181,13 +182,13 @@ class Service:
                 "queue_full",
             )
 
-    def _check_length(self, spec: RequestSpec, limit: tuple[str, int | None]) -> None:
+    def _check_length(self, spec: RequestSpec, prompt_field: str, limit: tuple[str, int | None]) -> None:
         num_prompt, max_len = len(spec.prompt_token_ids), self.max_model_len
         name, max_tokens = limit
         if num_prompt >= max_len:
             raise context_length_exceeded(
                 f"This model's maximum context length is {max_len} tokens, and the prompt has {num_prompt}; shorten it",
-                "prompt" if name == "max_tokens" else "messages",
+                prompt_field,
             )
         if max_tokens is not None and num_prompt + max_tokens > max_len:
             raise context_length_exceeded(
