@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -135,6 +136,43 @@ def test_an_engine_that_hangs_is_killed_but_not_one_that_was_frozen_with_its_ser
 
     asyncio.run(scenario())
     assert len(reasons) == 1
+
+
+def test_an_engine_that_cannot_be_started_is_dead_and_leaves_nothing(chat_model, monkeypatch):
+    config = EngineConfig(model=str(chat_model), device="cpu", kv_cache_bytes=2**26)
+    tokenizer = Tokenizer.from_folder(chat_model)
+    before = directories()
+    reasons: list[str] = []
+
+    def new_client() -> engine_client.EngineClient:
+        metrics = Metrics(prefix="test", model_name="m")
+        return engine_client.EngineClient(
+            config, chat_model, tokenizer, metrics, max_restarts=2, on_death=reasons.append
+        )
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scenario() -> None:
+        client = new_client()
+        num_open = len(os.listdir("/proc/self/fd"))
+        await client.start()
+        (engine,) = (pid for pid in children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        monkeypatch.setattr(engine_client.subprocess, "Popen", refuse)
+        os.kill(engine, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while not reasons:
+                await asyncio.sleep(0.02)
+        assert client.status is engine_client.EngineStatus.DEAD
+        with pytest.raises(EngineDeadError, match=r"did not start.*Too many open files"):
+            await new_client().start()
+        await client.close()
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+    asyncio.run(scenario())
+    assert len(reasons) == 1
+    assert "Too many open files" in reasons[0]
+    assert directories() == before
 
 
 def test_tpw_01_a_rank_that_dies_while_nothing_runs_ends_the_server(chat_model):

@@ -15,7 +15,6 @@ import dataclasses
 import enum
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import zmq
 import zmq.asyncio
 
 from qwen_engine.config import EngineConfig
-from qwen_engine.errors import ConfigError, EngineDeadError, RequestError
+from qwen_engine.errors import ConfigError, EngineDeadError, RequestError, summary
 from qwen_engine.frontend.output_processor import RequestState, SampleDelta
 from qwen_engine.request import RequestSpec
 from qwen_engine.server import wire
@@ -45,6 +44,7 @@ HANG_LIMIT_S = 30.0
 _WATCH_PERIOD_S = 0.5
 _END_WAIT_S = 5.0  # for a process that was told to stop
 _LAST_WORDS_S = 0.2  # for the reason of a process that has ended to be read
+_SOCKET_NAME = "engine"
 _MAX_PATH_BYTES = 100  # a Unix socket's address has room for 107
 
 
@@ -186,40 +186,49 @@ class _EngineProcess:
     """One life of the engine: the process, its socket and its heartbeat."""
 
     def __init__(self, config: EngineConfig, model_folder: Path, log_format: str) -> None:
-        self.directory: Path | None = _private_directory()
-        self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.PAIR)
-        self.socket.set_hwm(0)
-        self.socket.linger = 0
-        self.beat_fd, write_fd = os.pipe()
-        os.set_blocking(self.beat_fd, False)
+        """Raises OSError or ZMQError, and leaves nothing, where the machine has no room for it."""
         self._last_beat = time.monotonic()
         self.last_words: str | None = None
         """Why it ended, as it said itself."""
         self.refused_config = False
         """It never ran, because of its options; `last_words` says which."""
-        address = f"ipc://{self.directory}/engine"
-        self.socket.bind(address)
-        spec = wire.EngineProcessSpec(
-            config=dataclasses.asdict(config),
-            model_folder=str(model_folder),
-            address=address,
-            beat_fd=write_fd,
-            parent_pid=os.getpid(),
-            log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
-            log_format=log_format,
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "qwen_engine.server.engine_process"],
-            stdin=subprocess.PIPE,
-            process_group=0,  # a terminal's Ctrl-C is for the API process alone
-            stdout=2,  # whatever a library prints belongs with the logs
-            pass_fds=(write_fd,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        os.close(write_fd)
-        self.process.stdin.write(spec.line())
-        self.process.stdin.flush()
+        with contextlib.ExitStack() as undo:
+            self.directory: Path | None = _private_directory()
+            undo.callback(self.remove_directory)
+            self.context = zmq.asyncio.Context()
+            undo.callback(self.context.destroy)
+            self.socket = self.context.socket(zmq.PAIR)
+            self.socket.set_hwm(0)
+            self.socket.linger = 0
+            address = f"ipc://{self.directory / _SOCKET_NAME}"
+            self.socket.bind(address)
+            self.beat_fd, write_fd = os.pipe()
+            undo.callback(os.close, self.beat_fd)
+            os.set_blocking(self.beat_fd, False)
+            spec = wire.EngineProcessSpec(
+                config=dataclasses.asdict(config),
+                model_folder=str(model_folder),
+                address=address,
+                beat_fd=write_fd,
+                parent_pid=os.getpid(),
+                log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
+                log_format=log_format,
+            )
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "qwen_engine.server.engine_process"],
+                    stdin=subprocess.PIPE,
+                    process_group=0,  # a terminal's Ctrl-C is for the API process alone
+                    stdout=2,  # whatever a library prints belongs with the logs
+                    pass_fds=(write_fd,),
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            finally:
+                os.close(write_fd)
+            undo.pop_all()
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, as its heartbeat will tell
+            self.process.stdin.write(spec.line())
+            self.process.stdin.flush()
 
     def beats(self) -> bool:
         """Reads the heartbeat; False once the process has ended."""
@@ -235,7 +244,10 @@ class _EngineProcess:
 
     def remove_directory(self) -> None:
         if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            # Not rmtree, which needs a file descriptor; there may be none.
+            with contextlib.suppress(OSError):
+                (self.directory / _SOCKET_NAME).unlink(missing_ok=True)
+                self.directory.rmdir()
             self.directory = None
 
     def end(self, timeout_s: float) -> int:
@@ -292,7 +304,7 @@ class EngineClient:
         self._life = asyncio.create_task(self._run(ready))
         await asyncio.wait({ready, self._life}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
-            self._life.result()  # the process could not even be started; this raises why
+            raise EngineDeadError("the engine was closed while it started")
         ready.result()
 
     async def close(self) -> None:
@@ -377,9 +389,14 @@ class EngineClient:
     async def _run(self, ready: asyncio.Future[None]) -> None:
         """Life after life of the engine, until one may not be followed by another."""
         while True:
+            refused_config = False
             try:
-                engine = self._engine = _EngineProcess(self._config, self._model_folder, self._log_format)
+                self._engine = engine = _EngineProcess(self._config, self._model_folder, self._log_format)
                 reason = await self._live_once(engine, ready)
+                refused_config = engine.refused_config
+            except Exception as error:  # no file descriptors are left, for instance
+                logger.exception("the engine's process cannot be looked after")
+                reason = f"its process could not be started or read ({summary(error)})"
             finally:
                 await self._bury()
             if self.status is EngineStatus.CLOSED:
@@ -390,7 +407,7 @@ class EngineClient:
             self._fail_all(EngineDeadError(reason))
             if not ready.done():
                 not_started = EngineDeadError(f"the engine did not start: {reason}")
-                ready.set_exception(ConfigError(reason) if engine.refused_config else not_started)
+                ready.set_exception(ConfigError(reason) if refused_config else not_started)
                 return
             if not self._restarts_left:
                 self._on_death(reason)
@@ -490,7 +507,7 @@ class EngineClient:
 def _private_directory() -> Path:
     """A new directory that only this user may enter, with a path that leaves room for a socket's name."""
     path = tempfile.mkdtemp(prefix="qwen-engine-")
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES - len("/engine"):
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES - len(f"/{_SOCKET_NAME}"):
         os.rmdir(path)
         path = tempfile.mkdtemp(prefix="qwen-engine-", dir="/tmp")
     return Path(path)
