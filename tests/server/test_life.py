@@ -167,7 +167,7 @@ def test_an_engine_that_cannot_be_started_is_dead_and_leaves_nothing(chat_model,
         with pytest.raises(EngineDeadError, match=r"did not start.*Too many open files"):
             await new_client().start()
         await client.close()
-        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(os.listdir("/proc/self/fd")) <= num_open
 
     asyncio.run(scenario())
     assert len(reasons) == 1
