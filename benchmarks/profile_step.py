@@ -54,6 +54,7 @@ PARTS = (
     "other",
 )
 CALL = "call:"  # prefix of the annotation around each captured part of a step
+MAX_NUM_BATCHED_TOKENS = 8192
 WARM_UP_STEPS = 4
 KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 
@@ -185,7 +186,8 @@ def profiled_steps(llm: LLM, batch: int, context: int, num_steps: int, *, names:
     """The spans of `num_steps` decode steps of the engine, after a warm-up."""
     vocab = llm.core.model_config.vocab_size
     prompts = torch.randint(0, vocab, (batch, context), generator=torch.Generator().manual_seed(0)).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=WARM_UP_STEPS + num_steps + 4, ignore_eos=True)
+    max_tokens = llm.core.setup.max_model_len - context  # enough to keep the first going until the last has started
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     states, steps = llm.track(prompts, params)
     while min(state.num_output_tokens for state in states) < WARM_UP_STEPS:
         next(steps)
@@ -216,6 +218,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(size) for size in args.batch_sizes.split(",")]
+    prefill_steps = -(-max(batches) * args.context // MAX_NUM_BATCHED_TOKENS)
     options = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -223,8 +226,8 @@ def main() -> None:
         "dtype": args.dtype,
         "device": args.device,
         "max_num_seqs": max(batches),
-        "max_num_batched_tokens": max(8192, max(batches)),
-        "max_model_len": args.context + WARM_UP_STEPS + args.steps + 8,
+        "max_num_batched_tokens": max(MAX_NUM_BATCHED_TOKENS, max(batches)),
+        "max_model_len": args.context + WARM_UP_STEPS + args.steps + 8 + 2 * prefill_steps,
         "enable_prefix_caching": False,
     }
     tables: dict[int, dict[str, dict[str, float]]] = {}

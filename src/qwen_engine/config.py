@@ -149,6 +149,7 @@ class EngineConfig:
     kv_cache_bytes: size of the KV pool; None takes what gpu_memory_utilization leaves (CPU: up to 4 GiB).
     enable_prefix_caching: share KV blocks between requests with equal prefixes.
     enforce_eager: never use CUDA graphs.
+    enable_custom_all_reduce: between GPUs of one host, sum through one another's memory instead of NCCL where possible.
     load_format: "auto" and "safetensors" read the checkpoint; "dummy" fills random weights on the device.
     seed: of dummy weights and of requests that bring no seed.
     device: "auto", "cpu", "cuda" or "cuda:N".
@@ -171,6 +172,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    enable_custom_all_reduce: bool = True
     load_format: str = "auto"
     seed: int = 0
     device: str = "auto"
@@ -195,7 +197,13 @@ class EngineConfig:
         for name, minimum in (("max_model_len", 2), ("kv_cache_bytes", 1), ("max_num_waiting", 1)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), minimum)
-        for name in ("enable_prefix_caching", "enforce_eager", "debug_checks", "skip_tokenizer_init"):
+        for name in (
+            "enable_prefix_caching",
+            "enforce_eager",
+            "enable_custom_all_reduce",
+            "debug_checks",
+            "skip_tokenizer_init",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
         _at_least("max_logprobs", self.max_logprobs, 0)

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from qwen_engine.distributed.peer_memory import PeerMemory
 from qwen_engine.distributed.progress import Progress
 
 LOOPBACK = "127.0.0.1"
@@ -27,7 +28,8 @@ _WAIT_SLICE = timedelta(milliseconds=50)
 class TPGroup:
     """Rank `rank` of `size`. `process_group` does the communication; None for a single rank.
 
-    progress: counts the collectives. check: called while a CPU waits in one; what it raises ends the wait.
+    peers: for sums that go through the memory of the ranks' GPUs. progress: counts the collectives.
+    check: called while a CPU waits in one; what it raises ends the wait.
     Collectives of GPUs run on the current stream (asyncOp off), so that a captured graph has them in line.
     """
 
@@ -36,6 +38,7 @@ class TPGroup:
     process_group: dist.ProcessGroup | None = None
     progress: Progress = field(default_factory=Progress, compare=False)
     check: Callable[[], None] | None = field(default=None, compare=False)
+    peers: PeerMemory | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over all ranks, in place."""
@@ -75,19 +78,26 @@ class TPGroup:
 
     def abort(self) -> None:
         """Ends collectives that wait for a dead rank. The group cannot be used afterwards."""
+        if self.peers is not None:
+            self.peers.abort()
         if self.process_group is not None:
             with contextlib.suppress(RuntimeError):  # gloo does not; there the dead rank's sockets end the wait
                 self.process_group.abort()
 
-    def _finish(self, work: dist.Work, x: torch.Tensor) -> None:
+    def close(self) -> None:
+        """Frees the peer memory; after `abort`, and when no kernel can use it any more."""
+        if self.peers is not None:
+            self.peers.close()
+
+    def _finish(self, work: dist.Work | None, x: torch.Tensor) -> None:
         """Lets what follows on `x` see the result of a collective.
 
-        A GPU's stream waits by itself. A CPU waits here, in slices: inside torch an interrupt would not be heard, and a
-        rank that hangs would make it wait for long.
+        On a GPU it is in line on the current stream, and there may be no `work` to wait for. A CPU waits here, in
+        slices: inside torch an interrupt would not be heard, and a rank that hangs would make it wait for long.
         """
         if x.is_cuda:
-            work.wait()
             return
+        assert work is not None
         while True:
             try:
                 work.wait(_WAIT_SLICE)

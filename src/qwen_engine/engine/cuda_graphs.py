@@ -8,9 +8,11 @@ calls in the same order, for the collectives among them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -35,16 +37,30 @@ Calls = Mapping[str, Callable[[int], None]]
 the time of the capture touch no live state."""
 
 
+_capture_lock = threading.Lock()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: cuBLAS keeps 32 MiB for every stream it has seen, until the process ends.
+
+    That engines share this workspace is no danger: they all replay on the default stream, one graph after another.
+    """
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _capturing() -> Iterator[None]:
+    """One capture at a time, and no garbage collection, which would free what belongs to others in the middle of it."""
+    with _capture_lock:
+        was_enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class CudaGraphs:
@@ -54,12 +70,11 @@ class CudaGraphs:
         self._device = device
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def capture(self, calls: Calls, sizes: Sequence[int]) -> None:
         """Captures every call at these sizes. QwenEngineError, naming the size, if one of them fails."""
         start, free_before = time.perf_counter(), self._free_bytes()
-        with _no_garbage_collection():  # it would free what belongs to others in the middle of a capture
+        with _capturing():
             for size in sorted(sizes, reverse=True):
                 self._capture_size(calls, size)
         logger.info(
@@ -80,12 +95,12 @@ class CudaGraphs:
         one takes on top, an upper estimate for each of the smaller ones.
         """
         free = [self._free_bytes()]
-        with _no_garbage_collection():
+        with _capturing():
             for size in sorted(sizes, reverse=True)[:2]:
                 self._capture_size(calls, size)
                 free.append(self._free_bytes())
         self._graphs.clear()
-        self._pool = self._stream = None
+        self._pool = None
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
@@ -93,16 +108,16 @@ class CudaGraphs:
 
     def _capture_size(self, calls: Calls, size: int) -> None:
         try:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
+            stream = _capture_stream(self._device)
+            if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
                 for call in calls.values():  # compiles kernels and loads libraries, which a capture cannot
                     call(size)
                 for name, call in calls.items():
                     self._graphs[name, size] = self._captured(call, size)
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         except Exception as error:
             raise QwenEngineError(
                 f"capturing the CUDA graph of {size} rows failed ({summary(error)}); enforce_eager=True runs without "

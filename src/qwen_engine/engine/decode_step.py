@@ -113,8 +113,8 @@ class DecodeStep:
             max_chunk_len=0,
         )
         assert self.kv_cache is not None
-        hidden = self._model(tables.token_table, metadata, self.kv_cache)
-        self._model.logits_shard(hidden, out=self._logits[:size])
+        hidden, residual = self._model(tables.token_table, metadata, self.kv_cache)
+        self._model.logits_shard(hidden, residual, out=self._logits[:size])
 
     def _choose_plain(self, size: int) -> None:
         self._sampler.choose_plain(self._logits[:size], self._slots[:size], self._token_ids[:size])

@@ -195,6 +195,7 @@ class Executor:
             self._workers.close(timeout_s)
             self._workers = None
             self._tp.abort()  # an orderly end would wait for ranks that are gone
+            self._tp.close()
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -220,6 +221,8 @@ class Executor:
                 host=host,
             )
             self._tp = self._watched(connect, CONNECT_TIMEOUT_S, "connecting all ranks")
+            share = functools.partial(setup.with_peer_memory, self._tp, self._store)
+            self._tp = self._watched(share, CONNECT_TIMEOUT_S, "opening the GPUs' memory to one another")
         with self._phase("load"):
             self.runner = setup.load_runner(self._tp, self._workers.check)
         with self._phase("profile"):

@@ -29,6 +29,8 @@ from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import Logprob, PositionLogprobs, SamplingParams
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
+States = tuple[torch.Tensor, torch.Tensor]
+"""What `Qwen3Model.forward` gives."""
 PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose logits exist at once."""
 
@@ -245,10 +247,10 @@ class ModelRunner:
         if samples.all() and (counts == 1).all():
             token_ids, logits = self.decode.run(plan.slots, masks)
         else:
-            hidden = self.model(tables.token_table, self._metadata(slots, counts, starts, ends), self.kv_cache)
+            states = self.model(tables.token_table, self._metadata(slots, counts, starts, ends), self.kv_cache)
             last = np.cumsum(counts) - 1
-            prompt_logprobs = self._prompt_logprobs(hidden, slots, starts, ends, first=last - counts + 1)
-            token_ids, logits = self._choose(hidden, last[samples], sampled_slots, masks)
+            prompt_logprobs = self._prompt_logprobs(states, slots, starts, ends, first=last - counts + 1)
+            token_ids, logits = self._choose(states, last[samples], sampled_slots, masks)
         logprobs = self._sampled_logprobs(token_ids, logits, sampled_slots)
         if self.check_agreement:
             self._check_agreement(plan, starts, token_ids)
@@ -264,14 +266,14 @@ class ModelRunner:
             raise QwenEngineError(f"ranks disagree about step {plan.step}: digests of rows and tokens are {digests}")
 
     def _choose(
-        self, hidden: torch.Tensor, rows: np.ndarray, slots: np.ndarray, masks: TokenMasks | None
+        self, states: States, rows: np.ndarray, slots: np.ndarray, masks: TokenMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Chooses the next token of `slots` from the hidden states at `rows`: (ids, this rank's part of the logits)."""
+        """Chooses the next token of `slots` from the model's states at `rows`: (ids, this rank's logits)."""
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         if not len(rows):
             return token_ids, None
         device_rows, device_slots = self.tables.to_device(np.stack((rows, slots))).unbind(0)
-        logits = self.model.logits_shard(hidden[device_rows])
+        logits = self.model.logits_shard(*(state[device_rows] for state in states))
         if self.sampler.is_plain(slots):
             self.sampler.choose_plain(logits, device_slots.int(), token_ids)
         else:
@@ -294,11 +296,11 @@ class ModelRunner:
         return asked, _HostLogprobs(chosen, top_logprobs(whole, chosen, max(num_top)), num_top)
 
     def _prompt_logprobs(
-        self, hidden: torch.Tensor, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, first: np.ndarray
+        self, states: States, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, first: np.ndarray
     ) -> dict[int, tuple[int, list[_HostLogprobs]]]:
         """Log-probabilities of the prompt tokens that follow each computed one, for the rows that ask for them.
 
-        Position p predicts the token at p + 1; `first` is the row of `hidden` where each plan row starts.
+        Position p predicts the token at p + 1; `first` is the row of the model's states where each plan row starts.
         """
         results: dict[int, tuple[int, list[_HostLogprobs]]] = {}
         for row in np.flatnonzero(self.tables.prompt_logprobs[slots] >= 0):
@@ -309,7 +311,8 @@ class ModelRunner:
             for low in range(start, stop, PROMPT_LOGPROB_ROWS):
                 high = min(low + PROMPT_LOGPROB_ROWS, stop)
                 offset = int(first[row]) - start
-                shard = self.model.logits_shard(hidden[offset + low : offset + high])
+                # Copies, because logits_shard sums in place.
+                shard = self.model.logits_shard(*(state[offset + low : offset + high].clone() for state in states))
                 logits = self.model.lm_head.gather(shard)
                 if self.tp.rank:
                     continue  # only there to give its part of the logits

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from qwen_engine import kernels
 from qwen_engine.config import EngineConfig, ModelConfig
+from qwen_engine.distributed.peer_memory import INBOX_BYTES, NUM_SITES, PeerMemory, open_peer_memory
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine import memory
 from qwen_engine.engine.cuda_graphs import graph_sizes
@@ -20,6 +25,9 @@ from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.models.weights import fill_dummy_weights, load_weights, sharding_table
 
 logger = logging.getLogger(__name__)
+
+PEER_TEST_TIMEOUT_S = 30.0
+"""Of the first sums through peer memory; the ranks may still be compiling the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,13 @@ class RankSetup:
             dtype=resolve_dtype(config.dtype, model_config, device),
             max_model_len=_max_model_len(config, model_config),
         )
+
+    def with_peer_memory(self, tp: TPGroup, store: dist.Store) -> TPGroup:
+        """The group with memory that its GPUs share, where all of them can. All ranks call it at once."""
+        if self.device.type != "cuda" or tp.size == 1 or not self.config.enable_custom_all_reduce:
+            return tp
+        peers = open_peer_memory(store, rank=tp.rank, size=tp.size, device=self.device, self_test=try_peer_memory)
+        return dataclasses.replace(tp, peers=peers)
 
     def load_runner(self, tp: TPGroup, check: Callable[[], None] | None = None) -> ModelRunner:
         """This rank's model with its weights, and empty slot tables; the KV cache comes later.
@@ -109,6 +124,44 @@ class RankSetup:
                 available_bytes=memory.available_host_bytes(), useful_bytes=useful_tokens * bytes_per_token
             )
         return memory.num_kv_blocks(kv_bytes=kv_bytes, bytes_per_token=bytes_per_token, block_size=config.block_size)
+
+
+def try_peer_memory(peers: PeerMemory) -> None:
+    """Sums what every rank can foretell. RuntimeError if it comes out wrong or does not come out."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    parts = [
+        torch.randn(8, 512, device=device, generator=torch.Generator(device).manual_seed(rank)).bfloat16()
+        for rank in range(peers.size)
+    ]
+    expected = torch.zeros(8, 512, device=device)
+    for part in parts:
+        expected += part
+    results = []
+    for site in range(NUM_SITES):
+        residual = torch.zeros_like(parts[0])
+        kernels.push_add_rms_norm(
+            parts[peers.rank],
+            residual,
+            torch.ones_like(residual[0]),
+            1e-6,
+            addresses=peers.addresses,
+            abort_address=peers.abort_address,
+            rank=peers.rank,
+            site=site,
+            inbox_bytes=INBOX_BYTES,
+        )
+        results.append(residual)
+    done = torch.cuda.Event()
+    done.record()
+    deadline = time.monotonic() + PEER_TEST_TIMEOUT_S
+    while not done.query():
+        if time.monotonic() > deadline:
+            peers.abort()
+            done.synchronize()
+            raise RuntimeError(f"no sum through peer memory within {PEER_TEST_TIMEOUT_S:g} s")
+        time.sleep(0.001)
+    if not all(torch.equal(residual, expected.bfloat16()) for residual in results):
+        raise RuntimeError("a sum through peer memory is wrong")
 
 
 def decode_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:

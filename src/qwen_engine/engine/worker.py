@@ -62,6 +62,7 @@ def serve(setup: RankSetup, store: dist.Store, link: StatusLink, *, rank: int, h
     tp = connect_ranks(
         store, rank=rank, size=size, device=setup.device, timeout_s=timeout_s, host=host, progress=link.progress
     )
+    tp = setup.with_peer_memory(tp, store)
     runner = setup.load_runner(tp)
     store.set(f"kv_blocks/{rank}", str(setup.num_kv_blocks(runner)))
     subscriber = channel.connect(store.get("channel").decode(), index=rank - 1)

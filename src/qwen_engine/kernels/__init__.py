@@ -43,6 +43,38 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return _backend(x).add_rms_norm(x, residual, weight, eps)
 
 
+def push_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    addresses: tuple[int, ...],
+    abort_address: int,
+    rank: int,
+    site: int,
+    inbox_bytes: int,
+) -> torch.Tensor:
+    """`add_rms_norm` of the sum of x over ranks, through memory of the peers' GPUs (distributed/peer_memory.py). CUDA
+    only.
+
+    x, residual: [tokens, hidden], contiguous, of weight's dtype, x of at most inbox_bytes. The sum is taken in fp32 in
+    rank order and not rounded before the add. addresses: of every rank's inboxes; abort_address: of the word that ends
+    the wait for a rank; site: the inbox, another one than that of the last call. Every rank calls it in the same order.
+    """
+    return _backend(x).push_add_rms_norm(
+        x,
+        residual,
+        weight,
+        eps,
+        addresses=addresses,
+        abort_address=abort_address,
+        rank=rank,
+        site=site,
+        inbox_bytes=inbox_bytes,
+    )
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up [tokens, 2 * inter] with the gate in the first half; gives [tokens, inter]."""
     return _backend(gate_up).silu_mul(gate_up)

@@ -24,9 +24,9 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = parameter(rows, hidden_size, dtype=dtype, device=device)
 
     def forward(self, token_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embeds token_table[slot, position] for every token: int32 [tokens] twice → [tokens, hidden]."""
-        rows = kernels.embed_tokens(token_table, slots, positions, self.weight, self.vocab_start)
-        return self.tp.all_reduce(rows)
+        """Embeds token_table[slot, position] for every token: int32 [tokens] twice → [tokens, hidden], this rank's part
+        of the sum over ranks."""
+        return kernels.embed_tokens(token_table, slots, positions, self.weight, self.vocab_start)
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Linear layers that know how to be sharded: by output columns, or by input rows with a sum over ranks."""
+"""Linear layers that know how to be sharded: by output columns, or by input rows, whose outputs are parts of a sum."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """[tokens, in / ranks] → [tokens, out]: this rank's columns of the weight; the result is summed over ranks."""
+    """[tokens, in / ranks] → [tokens, out]: this rank's columns of the weight, this rank's part of the sum over ranks.
+
+    The norm that follows, `SummedRMSNorm`, adds the parts. The bias goes into that of rank 0.
+    """
 
     def __init__(
         self,
@@ -50,10 +53,10 @@ class RowParallelLinear(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.tp = tp
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+        self._adds_bias = bias and tp.rank == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.tp.all_reduce(kernels.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
+        out = kernels.linear(x, self.weight)
+        return out + self.bias if self._adds_bias else out

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 from qwen_engine import kernels
+from qwen_engine.distributed.peer_memory import INBOX_BYTES
+from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.layers.linear import parameter
 
 
 class RMSNorm(nn.Module):
-    """Norm over the last dimension, alone or fused with the residual add that precedes it."""
+    """Norm over the last dimension."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -20,6 +22,34 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
 
-    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds `x` to `residual` in place and returns the norm of the sum."""
-        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+class SummedRMSNorm(RMSNorm):
+    """The norm behind a row-parallel layer: sum over ranks, residual add and norm, in one launch where there is peer
+    memory. Such launches take the inboxes in turn (see peer_memory), so neighbours in the model differ in `site`; with
+    None the sum goes through NCCL.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, tp: TPGroup, site: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(size, eps, dtype=dtype, device=device)
+        self._tp = tp
+        self._site = site
+
+    def forward(self, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds the sum of all ranks' `part` [tokens, size] to `residual` in place and returns the norm of that."""
+        peers = self._tp.peers
+        if peers is None or self._site is None or not peers.fits(part):
+            return kernels.add_rms_norm(self._tp.all_reduce(part), residual, self.weight, self.eps)
+        self._tp.progress.enter_collective()
+        return kernels.push_add_rms_norm(
+            part,
+            residual,
+            self.weight,
+            self.eps,
+            addresses=peers.addresses,
+            abort_address=peers.abort_address,
+            rank=self._tp.rank,
+            site=self._site,
+            inbox_bytes=INBOX_BYTES,
+        )

@@ -10,7 +10,7 @@ from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.layers.attention import Attention, AttentionMetadata
 from qwen_engine.layers.embedding import VocabParallelEmbedding
 from qwen_engine.layers.mlp import GatedMLP
-from qwen_engine.layers.norm import RMSNorm
+from qwen_engine.layers.norm import SummedRMSNorm
 from qwen_engine.layers.rotary import rotary_table
 
 
@@ -20,9 +20,9 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.input_layernorm = SummedRMSNorm(size, eps, tp=tp, site=0, dtype=dtype, device=device)
         self.self_attn = Attention(config, tp=tp, rotary=rotary, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.post_attention_layernorm = SummedRMSNorm(size, eps, tp=tp, site=1, dtype=dtype, device=device)
         self.mlp = GatedMLP(size, config.intermediate_size, tp=tp, dtype=dtype, device=device)
 
     def forward(
@@ -32,10 +32,10 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the MLP's output, still to be added to `residual`; `hidden` comes in the same way."""
-        hidden = self.input_layernorm.add_and_norm(hidden, residual)
+        """Returns this rank's part of what is still to be added to `residual`; `hidden` comes in the same way."""
+        hidden = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, metadata, kv_cache[0], kv_cache[1])
-        hidden = self.post_attention_layernorm.add_and_norm(hidden, residual)
+        hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden)
 
 
@@ -60,25 +60,32 @@ class Qwen3Model(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, tp=tp, rotary=rotary, dtype=dtype, device=device) for _ in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = SummedRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp, site=None, dtype=dtype, device=device)
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
             else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device)
         )
 
-    def forward(self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of a step, before the final norm.
+    def forward(
+        self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states of a step as (this rank's part of a sum, what that sum is to be added to), before the final
+        norm: [tokens, hidden] each, for `logits_shard`.
 
         token_table: int32 [max_num_seqs, max_model_len], the tokens of every slot.
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
         """
-        residual = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)
-        hidden = torch.zeros_like(residual)
+        hidden = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)
+        residual = torch.zeros_like(hidden)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0)):
             hidden = layer(hidden, residual, metadata, layer_cache)
-        return residual.add_(hidden)
+        return hidden, residual
 
-    def logits_shard(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, hidden] from `forward` → this rank's columns of the logits; `lm_head.gather` joins those of all."""
-        return self.lm_head.logits_shard(self.norm(hidden), out)
+    def logits_shard(
+        self, hidden: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Both [rows, hidden], rows of what `forward` gave → this rank's columns of the logits; `lm_head.gather` joins
+        those of all. Both are overwritten; all ranks give the same rows.
+        """
+        return self.lm_head.logits_shard(self.norm(hidden, residual), out)

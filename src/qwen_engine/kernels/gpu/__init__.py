@@ -11,6 +11,7 @@ from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
 from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import prefill_attention
+from qwen_engine.kernels.gpu.push_reduce import push_add_rms_norm
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
 from qwen_engine.kernels.gpu.sampling import gumbel_argmax, slot_argmax, token_logprobs
 from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear
@@ -28,6 +29,7 @@ __all__ = [
     "lowest_kept",
     "penalise",
     "prefill_attention",
+    "push_add_rms_norm",
     "qk_norm_rope_kv_write",
     "rms_norm",
     "silu_mul",

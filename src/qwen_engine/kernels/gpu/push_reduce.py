@@ -1,0 +1,198 @@
+"""The sum over ranks, the residual add and the RMS norm behind it in one launch, through the peers' memory.
+
+A program takes one row. It stores its part of the sum into every peer's inbox, polls its own inboxes until all words of
+the peers are there, adds the parts in rank order (so that all ranks get the same bits) and empties the inboxes again.
+There is no flag and no barrier: an empty word is 0, and a word of data that is 0 (two halves of +0.0) is sent as two
+halves of -0.0. A program pushes before it polls, and polls for rows that the peers' programs push in the same order, so
+it makes no difference how many programs run at once.
+
+Words are polled and stored by inline PTX: volatile, so that they go past the L1 and in the order written, and in one
+thread, so that no word is emptied before it was read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_MAX_WARPS = 16
+_MIN_BLOCK = 512
+_MASKED = tl.constexpr(0)  # address of words that do not exist
+_MINUS_ZERO_HALVES = 0x80008000 - 2**32
+_MINUS_ZERO_FP32 = 0x80000000 - 2**32
+
+_PUSH = tl.constexpr("""
+{
+    .reg .pred %p;
+    setp.ne.s64 %p, $1, 0;
+    @%p st.volatile.global.b32 [$1], $2;
+    mov.u32 $0, 0;
+}
+""")
+
+# Four words at once, so that their reads overlap. $0-$3 words, $4-$7 their addresses, $8 the address of the abort flag.
+_TAKE = tl.constexpr("""
+{
+    .reg .pred %done, %p0, %p1, %p2, %p3;
+    .reg .b32 %least, %tries;
+    setp.ne.s64 %p0, $4, 0;
+    setp.ne.s64 %p1, $5, 0;
+    setp.ne.s64 %p2, $6, 0;
+    setp.ne.s64 %p3, $7, 0;
+    mov.u32 $0, 1;
+    mov.u32 $1, 1;
+    mov.u32 $2, 1;
+    mov.u32 $3, 1;
+    mov.u32 %tries, 0;
+poll:
+    @%p0 ld.volatile.global.b32 $0, [$4];
+    @%p1 ld.volatile.global.b32 $1, [$5];
+    @%p2 ld.volatile.global.b32 $2, [$6];
+    @%p3 ld.volatile.global.b32 $3, [$7];
+    min.u32 %least, $0, $1;
+    min.u32 %least, %least, $2;
+    min.u32 %least, %least, $3;
+    setp.ne.u32 %done, %least, 0;
+    @%done bra empty;
+    add.u32 %tries, %tries, 1;
+    and.b32 %least, %tries, 4095;
+    setp.ne.u32 %done, %least, 0;
+    @%done bra poll;
+    ld.volatile.global.b32 %least, [$8];
+    setp.eq.u32 %done, %least, 0;
+    @%done bra poll;
+empty:
+    @%p0 st.volatile.global.b32 [$4], 0;
+    @%p1 st.volatile.global.b32 [$5], 0;
+    @%p2 st.volatile.global.b32 [$6], 0;
+    @%p3 st.volatile.global.b32 [$7], 0;
+}
+""")
+
+
+@triton.jit
+def _push(addresses, words):
+    tl.inline_asm_elementwise(_PUSH, "=&r,l,r", [addresses, words], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _take(addresses, abort_address):
+    return tl.inline_asm_elementwise(
+        _TAKE,
+        "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l",
+        [addresses, abort_address + tl.zeros_like(addresses)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@triton.jit
+def _unpacked(words, DTYPE: tl.constexpr):
+    """The halves of words as fp32: (low, high); for an fp32 DTYPE the words themselves and zeros."""
+    if tl.float32 == DTYPE:
+        low = words.to(tl.float32, bitcast=True)
+        high = tl.zeros_like(low)
+    else:
+        low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _packed(low, high, DTYPE: tl.constexpr):
+    if tl.float32 == DTYPE:
+        words = low.to(tl.int32, bitcast=True)
+    else:
+        words = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words |= high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return words
+
+
+@triton.jit(do_not_specialize=["site_word"])
+def _push_add_rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    addresses,
+    abort_address,
+    site_word,
+    row_words,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    INBOX_WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MINUS_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x, residual, weight and out are seen as int32 words; site_word: index of the site's first word."""
+    column = tl.arange(0, BLOCK)
+    inside = column < row_words
+    word = tl.program_id(0).to(tl.int64) * row_words + column
+    own = tl.load(x + word, mask=inside, other=0)
+    own = tl.where(own == 0, MINUS_ZERO, own)
+    target = tl.where(inside, (site_word + RANK * INBOX_WORDS + word) * 4, 0)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _push(tl.where(inside, addresses[peer] + target, _MASKED), own)
+    residual_words = tl.load(residual + word, mask=inside, other=0)
+    weight_words = tl.load(weight + column, mask=inside, other=0)
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    for sender in tl.static_range(SIZE):
+        part = own
+        if sender != RANK:
+            source = addresses[RANK] + (site_word + sender * INBOX_WORDS + word) * 4
+            part = _take(tl.where(inside, source, _MASKED), abort_address)
+        part_low, part_high = _unpacked(tl.where(inside, part, 0), DTYPE)
+        low += part_low
+        high += part_high
+    residual_low, residual_high = _unpacked(residual_words, DTYPE)
+    low += residual_low
+    high += residual_high
+    tl.store(residual + word, _packed(low, high, DTYPE), mask=inside)
+    hidden = row_words if tl.float32 == DTYPE else 2 * row_words
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / hidden + eps)
+    weight_low, weight_high = _unpacked(weight_words, DTYPE)
+    normed = _packed(low * inverse_rms * weight_low, high * inverse_rms * weight_high, DTYPE)
+    tl.store(out + word, normed, mask=inside)
+
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def push_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    addresses: tuple[int, ...],
+    abort_address: int,
+    rank: int,
+    site: int,
+    inbox_bytes: int,
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    words = [tensor.view(torch.int32) for tensor in (x, residual, weight, out)]
+    row_words = words[0].shape[1]
+    inbox_words, size = inbox_bytes // 4, len(addresses)
+    # With four words a thread none is taken by two threads, and the polls of all four are one.
+    block = max(triton.next_power_of_2(row_words), _MIN_BLOCK)
+    _push_add_rms_norm_kernel[(x.shape[0],)](
+        *words,
+        addresses,
+        abort_address,
+        site * size * inbox_words,
+        row_words,
+        eps,
+        RANK=rank,
+        SIZE=size,
+        INBOX_WORDS=inbox_words,
+        DTYPE=_DTYPES[x.dtype],
+        MINUS_ZERO=_MINUS_ZERO_FP32 if x.dtype == torch.float32 else _MINUS_ZERO_HALVES,
+        BLOCK=block,
+        num_warps=min(block // (4 * 32), _MAX_WARPS),
+    )
+    return out
