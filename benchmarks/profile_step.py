@@ -32,6 +32,7 @@ OF_FUNCTION = {
     "embed_tokens": "embedding",
     "qk_norm_rope_kv_write": "rope, KV write",
     "decode_attention": "attention",
+    "push_add_rms_norm": "all-reduce",
     "rms_norm": "norms",
     "add_rms_norm": "norms",
     "decode_inputs": "sampling",
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--enable-custom-all-reduce", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
@@ -223,6 +225,7 @@ def main() -> None:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "tensor_parallel_size": args.tensor_parallel_size,
+        "enable_custom_all_reduce": args.enable_custom_all_reduce,
         "dtype": args.dtype,
         "device": args.device,
         "max_num_seqs": max(batches),

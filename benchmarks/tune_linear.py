@@ -4,12 +4,16 @@
 
 For every product of a decoder layer and every number of rows it times cuBLAS and each choice of tiles (CUDA-graph
 replays over enough copies of the weight to sweep past the L2), prints both, and at the end the rows of `TUNED` where
-tiles win by more than MIN_GAIN. The gated product stands against cuBLAS plus the silu kernel.
+tiles win by more than MIN_GAIN. The gated product stands against cuBLAS plus the silu kernel. Many processes compile
+the kernels first, into Triton's cache.
 """
 
 import argparse
+import concurrent.futures
 import itertools
-from functools import partial
+import multiprocessing
+import os
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -25,9 +29,9 @@ MAX_ERROR = 5e-3
 CHOICES = [
     Tiles(rows, columns, splits, warps, stages)
     for rows, columns, splits, warps, stages in itertools.product(
-        (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (3, 4, 5)
+        (16, 32, 64, 128), (64, 128, 256), (1, 2, 4), (4, 8), (3, 4, 5)
     )
-    if 2048 <= rows * columns <= 16384
+    if 2048 <= rows * columns <= 16384 and (warps == 4 or rows * columns >= 8192)
 ]
 
 
@@ -43,12 +47,54 @@ def products(config: ModelConfig, num_ranks: int) -> list[tuple[str, str, int, i
     ]
 
 
+def choices(kind: str, num_columns: int) -> list[Tiles]:
+    """Those that make sense for a product."""
+    return [
+        tiles
+        for tiles in CHOICES
+        if tiles.splits * tiles.columns <= num_columns and (kind == "linear" or tiles.splits == 1)
+    ]
+
+
+def run_tiles(kind: str, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor | None:
+    """The product; None for tiles that do not fit into shared memory."""
+    try:
+        return (linear_tiled if kind == "linear" else gated_linear_tiled)(x, weight, tiles)
+    except Exception as error:
+        if "out of resource" not in str(error):
+            raise
+        return None
+
+
+@cache
+def operands(num_rows: int, num_columns: int, x_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return normal(x_rows, num_columns), normal(num_rows, num_columns)
+
+
+def compile_tiles(kind: str, num_rows: int, num_columns: int, x_rows: int, tiles: Tiles) -> None:
+    run_tiles(kind, *operands(num_rows, num_columns, x_rows), tiles)
+
+
+def compile_all(shapes: list[tuple[str, int, int]], rows: list[int]) -> None:
+    """Compiles every choice of tiles for these products (kind, weight rows, columns), in as many processes as fit."""
+    context = multiprocessing.get_context("spawn")
+    num_processes = max(1, min(24, (os.cpu_count() or 1) - 2))
+    with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        jobs = [
+            pool.submit(compile_tiles, kind, num_rows, num_columns, x_rows, tiles)
+            for kind, num_rows, num_columns in shapes
+            for x_rows in {max(16, 1 << (count - 1).bit_length()) for count in rows}
+            for tiles in choices(kind, num_columns)
+        ]
+        for job in jobs:
+            job.result()
+
+
 def tune(kind: str, num_rows: int, num_columns: int, x_rows: int, replays: int) -> tuple[float, float, Tiles]:
     """Microseconds of cuBLAS and of the best tiles, and these."""
     size = num_rows * num_columns * 2
     weights = [normal(num_rows, num_columns) * num_columns**-0.5 for _ in range(rotation(size))]
     x = normal(x_rows, num_columns)
-    run = linear_tiled if kind == "linear" else gated_linear_tiled
 
     def library(weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight) if kind == "linear" else gpu.silu_mul(F.linear(x, weight))
@@ -56,18 +102,14 @@ def tune(kind: str, num_rows: int, num_columns: int, x_rows: int, replays: int) 
     base = time_us([partial(library, weight) for weight in weights], replays)
     expected = library(weights[0])
     best, best_tiles = float("inf"), CHOICES[0]
-    for tiles in CHOICES:
-        if (kind == "gated" and tiles.splits > 1) or tiles.splits * tiles.columns > num_columns:
+    for tiles in choices(kind, num_columns):
+        out = run_tiles(kind, x, weights[0], tiles)
+        if out is None:
             continue
-        try:
-            if relative_error(run(x, weights[0], tiles), expected) > 2 * MAX_ERROR:
-                print(f"wrong result with {tiles}")
-                continue
-            us = time_us([partial(run, x, weight, tiles) for weight in weights], replays)
-        except Exception as error:  # tiles that do not fit into shared memory
-            if "out of resource" not in str(error):
-                raise
+        if relative_error(out, expected) > 2 * MAX_ERROR:
+            print(f"wrong result with {tiles}")
             continue
+        us = time_us([partial(run_tiles, kind, x, weight, tiles) for weight in weights], replays)
         if us < best:
             best, best_tiles = us, tiles
     return base, best, best_tiles
@@ -82,8 +124,11 @@ def main() -> None:
     args = parser.parse_args()
     config = ModelConfig.from_folder(args.config_folder)
     found: dict[tuple[str, int, int], dict[int, Tiles]] = {}
-    for name, kind, num_rows, num_columns in products(config, args.tensor_parallel_size):
-        for x_rows in map(int, args.rows.split(",")):
+    rows = [int(count) for count in args.rows.split(",")]
+    layer = products(config, args.tensor_parallel_size)
+    compile_all([shape for _, *shape in layer], rows)
+    for name, kind, num_rows, num_columns in layer:
+        for x_rows in rows:
             base, best, tiles = tune(kind, num_rows, num_columns, x_rows, args.replays)
             rate = num_rows * num_columns * 2 / best / 1e6
             print(f"{name:8s} {num_rows} x {num_columns}, {x_rows:2d} rows: cuBLAS {base:6.1f} us, "
