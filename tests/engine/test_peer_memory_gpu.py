@@ -68,7 +68,8 @@ def check_exact_sums(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor]
             site = 1 - site
             assert torch.equal(residual, total.to(dtype)), (dtype, shape)
             expected = total.double() * (total.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-            torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+            # In fp32 it is the order in which the squares are added that counts, not the last rounding.
+            torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=max(2 * torch.finfo(dtype).eps, 1e-5))
             same_everywhere(out)
     if site:
         push(peers, parts[0], residual, weight, site)  # leaves the turn where it was
@@ -155,18 +156,22 @@ def rank_main(name: str, rank: int, port: int, results: multiprocessing.Queue) -
 
 
 def on_two_gpus(name: str) -> list[str]:
-    """What went wrong, by rank."""
+    """What went wrong, if anything; the other ranks are not waited for then."""
     server = open_store(SIZE)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
+    problems = ["no answer"]
     processes = [context.Process(target=rank_main, args=(name, rank, server.port, results)) for rank in range(SIZE)]
     for process in processes:
         process.start()
     try:
-        return [results.get(timeout=120) for _ in processes]
+        problems.clear()
+        while len(problems) < SIZE and not any(problems):
+            problems.append(results.get(timeout=90))
+        return problems
     finally:
         for process in processes:
-            process.join(5)
+            process.join(0 if any(problems) else 5)
             process.kill()
 
 

@@ -83,7 +83,7 @@ class PeerMemory:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
-        self._device = device
+        self.device = device
         self._cudart = _Cudart()
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self.abort_address = self._abort.data_ptr()
@@ -93,13 +93,13 @@ class PeerMemory:
             torch.cuda.synchronize()
 
     def handle(self) -> bytes:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             return self._cudart.export(self._own)
 
     def open(self, handles: list[bytes]) -> None:
         """Opens the inboxes of all ranks, given in rank order."""
         addresses = []
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             for rank, handle in enumerate(handles):
                 addresses.append(self._own if rank == self.rank else self._cudart.open(handle))
                 self.addresses = tuple(addresses)
@@ -115,7 +115,7 @@ class PeerMemory:
     def close(self) -> None:
         """Gives the memory back; no kernel that uses it may be running. Safe to call twice."""
         addresses, self.addresses = self.addresses, ()
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             for rank, address in enumerate(addresses):
                 if rank != self.rank:
                     self._cudart.close(address)

@@ -67,7 +67,8 @@ class RankSetup:
         """The group with memory that its GPUs share, where all of them can. All ranks call it at once."""
         if self.device.type != "cuda" or tp.size == 1 or not self.config.enable_custom_all_reduce:
             return tp
-        peers = open_peer_memory(store, rank=tp.rank, size=tp.size, device=self.device, self_test=try_peer_memory)
+        with torch.cuda.device(self.device):
+            peers = open_peer_memory(store, rank=tp.rank, size=tp.size, device=self.device, self_test=try_peer_memory)
         return dataclasses.replace(tp, peers=peers)
 
     def load_runner(self, tp: TPGroup, check: Callable[[], None] | None = None) -> ModelRunner:
@@ -128,7 +129,7 @@ class RankSetup:
 
 def try_peer_memory(peers: PeerMemory) -> None:
     """Sums what every rank can foretell. RuntimeError if it comes out wrong or does not come out."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = peers.device
     parts = [
         torch.randn(8, 512, device=device, generator=torch.Generator(device).manual_seed(rank)).bfloat16()
         for rank in range(peers.size)

@@ -23,6 +23,28 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 @cache
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels that begin with `wait_for_inputs`.
+
+    Programmatic dependent launch lets a kernel start while the one before it runs.
+    """
+    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Lets the next kernel start, and waits for the end of the one before.
+
+    Every program calls it before it reads or writes what other kernels write or read, and before it returns: so the end
+    of a kernel is the end of all before it.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; a stand-in for the CPU of the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -4,9 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, row_stride, inter, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, row_stride, inter, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inter
@@ -21,7 +24,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, inter), dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(inter), 1024)
-    _silu_mul_kernel[(tokens, triton.cdiv(inter, block))](gate_up, out, gate_up.stride(0), inter, BLOCK=block)
+    _silu_mul_kernel[(tokens, triton.cdiv(inter, block))](
+        gate_up, out, gate_up.stride(0), inter, BLOCK=block, **pdl_options(gate_up.device)
+    )
     return out
 
 

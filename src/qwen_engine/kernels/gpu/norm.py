@@ -4,11 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_stride, residual_stride, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    out,
+    x_stride,
+    residual_stride,
+    hidden,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -38,6 +51,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
         ADD=residual is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **pdl_options(x.device),
     )
     return out
 

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+
 _MAX_WARPS = 16
 _MIN_BLOCK = 512
 _MASKED = tl.constexpr(0)  # address of words that do not exist
@@ -125,8 +127,10 @@ def _push_add_rms_norm_kernel(
     DTYPE: tl.constexpr,
     MINUS_ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """x, residual, weight and out are seen as int32 words; site_word: index of the site's first word."""
+    wait_for_inputs(PDL)
     column = tl.arange(0, BLOCK)
     inside = column < row_words
     word = tl.program_id(0).to(tl.int64) * row_words + column
@@ -194,5 +198,6 @@ def push_add_rms_norm(
         MINUS_ZERO=_MINUS_ZERO_FP32 if x.dtype == torch.float32 else _MINUS_ZERO_HALVES,
         BLOCK=block,
         num_warps=min(block // (4 * 32), _MAX_WARPS),
+        **pdl_options(x.device),
     )
     return out

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+
 _MAX_TILE_HEADS = 16
 
 
@@ -32,7 +34,9 @@ def _qk_norm_rope_kv_write_kernel(
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -111,5 +115,6 @@ def qk_norm_rope_kv_write(
         HALF=head_dim // 2,
         BLOCK_SIZE=block_size,
         TILE_HEADS=tile_heads,
+        **pdl_options(qkv.device),
     )
     return qkv.view(tokens, heads, head_dim)[:, :num_heads]

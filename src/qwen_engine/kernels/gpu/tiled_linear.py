@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from qwen_engine.kernels.gpu.common import dot_dtype
+from qwen_engine.kernels.gpu.common import dot_dtype, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.elementwise import silu_mul
 
 MAX_ROWS = 64
+_PREFETCH_BYTES = 1024
+"""Of every row of its first tile that a program asks the L2 for while the kernel before is still running."""
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 
 
@@ -30,7 +32,16 @@ class Tiles:
     stages: int = 4
 
 
-TUNED: dict[tuple[str, int, int], dict[int, Tiles]] = {}
+TUNED: dict[tuple[str, int, int], dict[int, Tiles]] = {
+    # Qwen3-32B on two GPUs
+    ("gated", 25600, 5120): {32: Tiles(64, 128, stages=3), 64: Tiles(64, 64, stages=4)},
+    ("linear", 5120, 12800): {32: Tiles(64, 256, stages=4)},
+    # Qwen3-8B on one
+    ("linear", 6144, 4096): {32: Tiles(64, 256, stages=4)},
+    ("linear", 4096, 4096): {32: Tiles(64, 256, stages=5)},
+    ("gated", 24576, 4096): {32: Tiles(32, 128, stages=3), 64: Tiles(64, 64, stages=4)},
+    ("linear", 4096, 12288): {16: Tiles(64, 128, splits=2, stages=5)},
+}
 """("linear" or "gated", weight rows, weight columns) → the largest number of rows of x → tiles, for bf16 on an H200."""
 
 
@@ -49,6 +60,20 @@ def _weight_tile(weight, row, column, num_rows, num_columns, WHOLE: tl.constexpr
     if WHOLE:
         return tl.load(pointers)
     return tl.load(pointers, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :], other=0.0)
+
+
+@triton.jit
+def _prefetch(weight, row, column, num_columns, BYTES: tl.constexpr):
+    """Asks the L2 for BYTES of each row of the weight, from `column` on."""
+    addresses = (weight + row * num_columns + column).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [addresses, tl.full(row.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -74,10 +99,15 @@ def _linear_kernel(
     X_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """out: [splits, x_rows, num_rows]."""
+    """out: [splits, x_rows, num_rows]. PREFETCH: bytes of each row of the weight to ask for ahead."""
     split = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    if PDL and PREFETCH:
+        _prefetch(weight, row, split * columns_per_split, num_columns, PREFETCH)
+    wait_for_inputs(PDL)
     total = tl.zeros([ROWS, X_ROWS], tl.float32)
     # columns_per_split is a multiple of COLUMNS, so only the last split may end inside a tile.
     for first in range(split * columns_per_split, tl.minimum((split + 1) * columns_per_split, num_columns), COLUMNS):
@@ -104,9 +134,15 @@ def _gated_kernel(
     X_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out: [x_rows, num_rows]; the weight holds num_rows rows of the gate, then as many of up."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    if PDL and PREFETCH:
+        _prefetch(weight, row, 0, num_columns, PREFETCH)
+        _prefetch(weight, row + num_rows, 0, num_columns, PREFETCH)
+    wait_for_inputs(PDL)
     gate = tl.zeros([ROWS, X_ROWS], tl.float32)
     up = tl.zeros([ROWS, X_ROWS], tl.float32)
     for first in range(0, num_columns, COLUMNS):
@@ -123,7 +159,8 @@ def _gated_kernel(
 
 
 @triton.jit
-def _sum_kernel(partials, out, size, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+def _sum_kernel(partials, out, size, SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     index = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     inside = index < size
     total = tl.zeros([CHUNK], tl.float32)
@@ -155,12 +192,16 @@ def linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.T
         X_ROWS=_padded(rows),
         WHOLE=_is_whole(num_rows, num_columns, tiles),
         DOT_DTYPE=dot_dtype(x.dtype),
+        PREFETCH=_prefetch_bytes(weight, tiles, columns_per_split),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **pdl_options(x.device),
     )
     if splits > 1:
         size = rows * num_rows
-        _sum_kernel[(triton.cdiv(size, 1024),)](target, out, size, SPLITS=splits, CHUNK=1024, num_warps=4)
+        _sum_kernel[(triton.cdiv(size, 1024),)](
+            target, out, size, SPLITS=splits, CHUNK=1024, num_warps=4, **pdl_options(x.device)
+        )
     return out
 
 
@@ -181,8 +222,10 @@ def gated_linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> t
         X_ROWS=_padded(rows),
         WHOLE=_is_whole(num_rows // 2, num_columns, tiles),
         DOT_DTYPE=dot_dtype(x.dtype),
+        PREFETCH=_prefetch_bytes(weight, tiles, num_columns) if num_rows % (2 * tiles.rows) == 0 else 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **pdl_options(x.device),
     )
     return out
 
@@ -193,6 +236,14 @@ def _padded(rows: int) -> int:
 
 def _is_whole(num_rows: int, num_columns: int, tiles: Tiles) -> bool:
     return num_rows % tiles.rows == 0 and num_columns % tiles.columns == 0
+
+
+def _prefetch_bytes(weight: torch.Tensor, tiles: Tiles, columns: int) -> int:
+    """Bytes to ask for ahead in each row of a tile, where all programs have as much: a multiple of 16."""
+    num_rows, num_columns = weight.shape
+    if num_rows % tiles.rows or num_columns % columns or num_columns * weight.element_size() % 16:
+        return 0
+    return min(_PREFETCH_BYTES, columns * weight.element_size())
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
