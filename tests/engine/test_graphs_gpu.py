@@ -14,6 +14,7 @@ from qwen_engine import LLM, SamplingParams
 from qwen_engine.engine.cuda_graphs import graph_sizes
 from qwen_engine.engine.decode_step import DecodeStep
 from qwen_engine.errors import QwenEngineError
+from qwen_engine.kernels.gpu.common import pdl_options
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +76,21 @@ def test_the_demo_writes_the_same_with_graphs_and_without():
         with engine("demo", enforce_eager=enforce_eager) as llm:
             texts.append([out["text"] for out in llm.generate(prompts, params, use_tqdm=False)])
     assert texts[0] == texts[1]
+
+
+def test_kernels_that_overlap_give_the_tokens_of_kernels_that_do_not(make_tiny_model, graph, monkeypatch):
+    prompts = [random_prompt(1 + 17 * number) for number in range(MAX_NUM_SEQS)]
+    params = [MIXED_PARAMS[number % len(MIXED_PARAMS)] for number in range(MAX_NUM_SEQS)]
+    overlapped = tokens(graph, prompts, params)
+    assert pdl_options(torch.device("cuda", 0))["PDL"]
+    monkeypatch.setenv("QWEN_ENGINE_PDL", "0")
+    pdl_options.cache_clear()
+    try:
+        assert not pdl_options(torch.device("cuda", 0))["PDL"]
+        with engine(make_tiny_model(), skip_tokenizer_init=True) as llm:
+            assert tokens(llm, prompts, params) == overlapped
+    finally:
+        pdl_options.cache_clear()
 
 
 def test_sequences_reach_the_context_limit_in_graphs(graph, eager):

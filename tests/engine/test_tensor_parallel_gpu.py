@@ -42,6 +42,10 @@ def test_two_gpus_give_the_tokens_of_one(max_num_batched_tokens, make_tiny_model
             assert samples(llm) == expected
             assert samples(llm) == expected  # warm, and the ranks still in step
     with LLM(make_tiny_model(), tensor_parallel_size=2, debug_checks=True, **options) as llm:
+        assert llm.core._executor.runner.tp.peers is not None
+        assert samples(llm) == expected
+    with LLM(make_tiny_model(), tensor_parallel_size=2, enable_custom_all_reduce=False, **options) as llm:
+        assert llm.core._executor.runner.tp.peers is None
         assert samples(llm) == expected
 
 

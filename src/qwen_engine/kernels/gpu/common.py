@@ -26,9 +26,11 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options of kernels that begin with `wait_for_inputs`.
 
-    Programmatic dependent launch lets a kernel start while the one before it runs.
+    Programmatic dependent launch lets a kernel start while the one before it runs; QWEN_ENGINE_PDL=0 in the environment
+    turns it off.
     """
-    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    wanted = os.environ.get("QWEN_ENGINE_PDL", "1") != "0"
+    overlaps = wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
 
 
