@@ -3,8 +3,9 @@
     python benchmarks/validate.py --config-folder CONFIG [--dtype bfloat16]
     python benchmarks/validate.py --model FOLDER [--perplexity TEXT_FILE] [--backends transformers,eager,graph]
 
-The engine runs eagerly and, on a GPU, with CUDA graphs too. Both must give the same tokens in fp32; in half precision,
-where a padded batch may round differently, a difference is shown and each is judged by the yardstick below.
+The engine runs eagerly, on a GPU with CUDA graphs too, and with --tensor-parallel-size also on a single rank. All must
+give the same tokens in fp32; in half precision, where a padded batch or a sum over ranks may round differently, a
+difference is shown and each is judged by the yardstick below.
 
 With --config-folder a random checkpoint of that shape is written to a temporary folder first, and both load it.
 
@@ -35,7 +36,7 @@ import transformers
 from safetensors.torch import save_file
 
 from qwen_engine import LLM, SamplingParams
-from qwen_engine.bench.output import add_results_dir_argument
+from qwen_engine.bench.output import add_results_dir_argument, at_least
 from qwen_engine.bench.results import Check, engine_facts, new_result, write_result
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
@@ -43,7 +44,8 @@ from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
 MAX_MODEL_LEN = 4096
-BACKENDS = ("transformers", "eager", "graph")
+BACKENDS = ("transformers", "single", "eager", "graph")
+"""In this order. "single" is this engine on one rank, beside the several of --tensor-parallel-size."""
 PERPLEXITY_WINDOW = 1024
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and then it",
@@ -90,7 +92,7 @@ def prompts_for(vocab_size: int, lengths: list[int]) -> list[list[int]]:
 
 
 def engine_outputs(args: argparse.Namespace, folder: Path, backend: str) -> dict:
-    """Greedy tokens, their log-probabilities and the speed of this engine, "eager" or with a "graph"."""
+    """Greedy tokens, their log-probabilities and the speed of this engine, as one of BACKENDS."""
     has_tokenizer = (folder / "tokenizer.json").exists()
     start = time.perf_counter()
     vocab_size, max_len = llm_limits(folder)
@@ -101,6 +103,7 @@ def engine_outputs(args: argparse.Namespace, folder: Path, backend: str) -> dict
         max_model_len=max_len,
         skip_tokenizer_init=not has_tokenizer,
         enforce_eager=backend == "eager",
+        tensor_parallel_size=1 if backend == "single" else args.tensor_parallel_size,
     )
     ready_s = time.perf_counter() - start
     prompts: list = prompts_for(vocab_size, args.lengths)
@@ -156,7 +159,7 @@ def text_windows(token_ids: list[int]) -> list[list[int]]:
 @torch.no_grad()
 def reference_perplexity(args: argparse.Namespace, folder: Path, windows: list[list[int]]) -> float:
     """Transformers' perplexity of the same windows, in the same dtype."""
-    model = load_reference(folder, args.dtype, args.device)
+    model = load_reference(args, folder, args.dtype)
     values = []
     for window in windows:
         ids = torch.tensor([window], device=args.device)
@@ -166,12 +169,12 @@ def reference_perplexity(args: argparse.Namespace, folder: Path, windows: list[l
 
 
 @torch.no_grad()
-def score(folder: Path, dtype: str, device: str, ours: dict) -> list[torch.Tensor]:
+def score(args: argparse.Namespace, folder: Path, dtype: str, ours: dict) -> list[torch.Tensor]:
     """Transformers' log-probabilities [output tokens, vocab] (fp32, on the CPU) along each of our outputs."""
-    model = load_reference(folder, dtype, device)
+    model = load_reference(args, folder, dtype)
     scores = []
     for prompt, tokens in zip(ours["prompts"], ours["tokens"]):
-        ids = torch.tensor([[*prompt, *tokens[:-1]]], device=device)
+        ids = torch.tensor([[*prompt, *tokens[:-1]]], device=args.device)
         logits = model(ids, logits_to_keep=len(tokens)).logits[0]
         scores.append(logits.float().log_softmax(dim=-1).cpu())
     return scores
@@ -203,7 +206,7 @@ def compare(exact: list[torch.Tensor], same_dtype: list[torch.Tensor], ours: dic
 @torch.no_grad()
 def reference_speed(args: argparse.Namespace, folder: Path) -> list[tuple[int, float, float]]:
     """Transformers' generate on the batches of `engine_outputs`: (batch, first token s, decode step s)."""
-    model = load_reference(folder, args.dtype, args.device)
+    model = load_reference(args, folder, args.dtype)
     speed = []
     for batch in args.batches:
         ids = torch.tensor(prompts_for(model.config.vocab_size, [args.prompt_len] * batch), device=args.device)
@@ -225,9 +228,12 @@ def reference_speed(args: argparse.Namespace, folder: Path) -> list[tuple[int, f
     return speed
 
 
-def load_reference(folder: Path, dtype: str, device: str) -> torch.nn.Module:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    return model.eval().to(device)
+def load_reference(args: argparse.Namespace, folder: Path, dtype: str) -> torch.nn.Module:
+    """Transformers' model, spread over the GPUs where the engine is (which takes the package accelerate)."""
+    spread = args.tensor_parallel_size > 1 and args.device.startswith("cuda")
+    options = {"device_map": "balanced"} if spread else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    return model.eval() if spread else model.eval().to(args.device)
 
 
 def measure(timed: Callable[[int], float], batch: int, num_tokens: int) -> tuple[int, float, float]:
@@ -239,14 +245,18 @@ def measure(timed: Callable[[int], float], batch: int, num_tokens: int) -> tuple
 
 def chosen_backends(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
     """Those asked for, in the order of BACKENDS."""
-    known = BACKENDS if args.device.startswith("cuda") else BACKENDS[:-1]
+    known = [
+        name
+        for name in BACKENDS
+        if (name != "graph" or args.device.startswith("cuda")) and (name != "single" or args.tensor_parallel_size > 1)
+    ]
     names = list(known) if args.backends is None else args.backends.split(",")
     for name in names:
         if name not in known:
             parser.error(f"backend {name!r} does not exist on {args.device}; use some of {','.join(known)}")
-    if not set(names) & {"eager", "graph"}:
+    if set(names) == {"transformers"}:
         parser.error("the engine itself is not among the backends; add eager or graph")
-    return [name for name in BACKENDS if name in names]
+    return [name for name in known if name in names]
 
 
 def main() -> int:
@@ -254,7 +264,8 @@ def main() -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="a checkpoint folder")
     source.add_argument("--config-folder", type=Path, help="a config.json's folder; weights are made up")
-    parser.add_argument("--backends", help="some of transformers,eager,graph (default: all that the device has)")
+    parser.add_argument("--backends", help=f"some of {','.join(BACKENDS)} (default: all that there are here)")
+    parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -290,8 +301,8 @@ def main() -> int:
 
 def judged(args: argparse.Namespace, folder: Path, ours: dict) -> dict[str, float]:
     """What Transformers says about the tokens of one engine, and both perplexities where asked for."""
-    exact = score(folder, "float32", args.device, ours)
-    same_dtype = exact if args.dtype == "float32" else score(folder, args.dtype, args.device, ours)
+    exact = score(args, folder, "float32", ours)
+    same_dtype = exact if args.dtype == "float32" else score(args, folder, args.dtype, ours)
     figures = compare(exact, same_dtype, ours)
     if args.perplexity:
         figures["perplexity"] = ours["perplexity"]
@@ -332,8 +343,8 @@ def to_result(
         num_equal = sum(all(row == rows[0] for row in rows) for rows in pairs)
         detail = f"{num_equal} of {len(pairs)} prompts get the same tokens"
         passed = num_equal == len(pairs) or args.dtype != "float32"
-        checks.append(Check("graphs give the tokens of eager steps", passed, detail))
-    names = ("prompt_len", "max_tokens", "batches", "lengths")
+        checks.append(Check(f"{', '.join(outputs)}: the same tokens", passed, detail))
+    names = ("tensor_parallel_size", "prompt_len", "max_tokens", "batches", "lengths")
     facts = outputs[main_engine]["facts"]
     return new_result(
         "validate",

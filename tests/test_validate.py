@@ -55,6 +55,14 @@ def test_a_token_that_transformers_would_not_choose_fails(validate, monkeypatch,
     assert result["metrics"]["wrong"] >= 1
 
 
+def test_two_ranks_stand_beside_one(validate, monkeypatch, tmp_path):
+    code, result = run(validate, monkeypatch, tmp_path, "--tensor-parallel-size", "2", "--lengths", "1", "20")
+    assert code == 0
+    assert result["engine_config"]["tensor_parallel_size"] == 2
+    assert {check["name"] for check in result["checks"]} >= {"no wrong token (single)", "no wrong token (eager)"}
+    assert "single, eager: the same tokens" in {check["name"] for check in result["checks"] if check["passed"]}
+
+
 def test_engines_that_differ_fail_in_fp32(validate, monkeypatch, tmp_path):
     """As if there were graphs, and they chose another token."""
     generate = validate.engine_outputs
