@@ -105,7 +105,7 @@ def test_tiled_products_equal_their_formula(dtype, tokens, rows, columns):
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_filters_keep_what_their_definitions_keep(monkeypatch, ties):
-    monkeypatch.setattr(filters, "_LIMIT_CHUNK", 32)  # several chunks without the interpreter's time for large ones
+    monkeypatch.setattr(filters, "_CHUNK", 32)  # several chunks without the interpreter's time for large ones
     checks.check_lowest_kept(gpu, "cpu", torch.float32, 70, 2.0, ties=ties)
 
 
