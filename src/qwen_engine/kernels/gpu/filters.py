@@ -4,15 +4,15 @@ The limit is searched for, not sorted for. A logit's distance below the row's la
 so its bits, read as an integer, grow with it; bounds are such bits. Rows are cut into chunks, and a few launches, whose
 number depends on nothing, close in on the limit:
 
-    survey    largest logits of every chunk
-    propose   per row: the peak, and the first bounds
-    measure   per chunk: how many logits are nearer to the peak than each bound, and their mass; _PASSES times, each
-              between the two bounds of the pass before that enclose the limit
-    collect   the logits between these two bounds: the candidates
+    survey    per chunk: the largest logits
+    propose   per row: the peak and the first bounds
+    measure   per chunk: how many logits are nearer to the peak than each bound, and their mass
+    narrow    per row: the two bounds that enclose the limit, between which the next measure goes on
+    collect   per chunk: the logits between the last two bounds, the candidates
     finish    per row: the search among the candidates, or in the whole row when they are too many
 
-Where the candidates of a row are few already, later passes only hand its numbers on. Every sum is taken in a fixed
-order, so that equal rows have equal results, alone and in any batch.
+Measure and narrow come _PASSES times, and have nothing to do in rows whose candidates are few already. Every sum is
+taken in a fixed order, so that a row has the same result in any batch.
 """
 
 import torch
@@ -28,6 +28,11 @@ _GROUPS = 32  # a chunk's logits fall into this many groups, whose maxima bound 
 _BOUNDS = 8
 _PASSES = 3  # 7 parts each: the worst of usual rows, flat ones with top-p, end with about V / 343 candidates
 _CANDIDATES = 4096
+# What is known of a row's limit, explained at `_narrow_kernel`: int32 words, floats as their bits.
+_STATE = 8
+_LOW, _REACH, _HIGH, _LOWER = (tl.constexpr(word) for word in range(4))
+_UPPER, _SIZE, _BEFORE, _TARGET = (tl.constexpr(word) for word in range(4, 8))
+_UNKNOWN = tl.constexpr(2**31 - 1)  # number of candidates before the first pass
 _TILE = 1024  # what the one program of a row takes at a time
 _PARAMETERS = ["temperature", "top_k", "top_p", "min_p"]  # rows of tables, aligned or not as the batch will have it
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -185,18 +190,6 @@ def _search(
 
 
 @triton.jit
-def _load_span(span):
-    return tl.load(span), tl.load(span + 1), tl.load(span + 2)
-
-
-@triton.jit
-def _store_span(span, low, reach, high):
-    tl.store(span, low)
-    tl.store(span + 1, reach)
-    tl.store(span + 2, high)
-
-
-@triton.jit
 def _bound(low, reach, high, index, BOUNDS: tl.constexpr):
     """Bound number `index` of a span: the first is low, the last high, those between share out [low, reach) evenly."""
     near = low.to(tl.float32, bitcast=True)
@@ -208,57 +201,6 @@ def _bound(low, reach, high, index, BOUNDS: tl.constexpr):
 @triton.jit
 def _pick(values, lane, index):
     return tl.sum(tl.where(lane == index, values, 0), 0)
-
-
-@triton.jit
-def _enclosing(
-    spans,
-    counts,
-    masses,
-    first_counts,
-    first_masses,
-    top_k,
-    top_p,
-    row,
-    chunks,
-    vocab_size,
-    BOUNDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """What a pass found out about its row.
-
-    Indices (lower, upper) of the bounds around the candidates, these bounds, count and mass below the lower one, count
-    of the candidates, and what the search is for: the rank, or the mass in rows with top-p alone.
-    """
-    lane = tl.arange(0, BOUNDS)
-    chunk = tl.arange(0, CHUNKS)
-    cell = row * chunks + chunk
-    table = cell[:, None] * BOUNDS + lane[None, :]
-    count = tl.sum(tl.load(counts + table, mask=(chunk < chunks)[:, None], other=0), 0)
-    mass = tl.sum(tl.load(masses + table, mask=(chunk < chunks)[:, None], other=0.0), 0)
-    # The last bound of the first pass is where min_p ends, or a distance within which there are k logits.
-    last = cell * BOUNDS + BOUNDS - 1
-    whole_count = tl.sum(tl.load(first_counts + last, mask=chunk < chunks, other=0), 0)
-    whole_mass = tl.sum(tl.load(first_masses + last, mask=chunk < chunks, other=0.0), 0)
-
-    k, p = tl.load(top_k + row), tl.load(top_p + row)
-    if (k >= vocab_size) & (p < 1):
-        target = p * whole_mass
-        values = mass
-    else:
-        target = tl.minimum(k, whole_count).to(tl.float32)
-        values = count.to(tl.float32)
-    short = (values < target) & (lane < BOUNDS - 1)
-    lower = tl.max(tl.where(short, lane, 0), 0)
-    upper = lower + 1
-    # top_p after top_k is a share of all that top_k leaves.
-    lower = tl.where((k < vocab_size) & (p < 1), 0, lower)
-    low, reach, high = _load_span(spans + row * 4)
-    bounds = _bound(low, reach, high, lane, BOUNDS)
-    count_before = _pick(count, lane, lower)
-    candidates = _pick(count, lane, upper) - count_before
-    low, high = _pick(bounds, lane, lower), _pick(bounds, lane, upper)
-    return lower, upper, low, high, count_before, _pick(mass, lane, lower), candidates, target
 
 
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
@@ -292,26 +234,29 @@ def _propose_kernel(
     min_p,
     maxima,
     peaks,
-    spans,
+    states,
     lowest,
     groups,
     vocab_size,
     GREEDY_TEMPERATURE: tl.constexpr,
     TILE: tl.constexpr,
     BOUNDS: tl.constexpr,
+    STATE: tl.constexpr,
 ):
-    """Peak and first span of each row; the peak is -inf where everything stays."""
+    """Peak and first bounds of each row; -1 candidates where everything stays."""
     row = tl.program_id(0).to(tl.int64)
+    state = states + row * STATE
     tl.store(lowest + row, float("-inf"))
-    if not _is_limited(temperature, top_k, top_p, min_p, row, vocab_size, GREEDY_TEMPERATURE):
-        tl.store(peaks + row, float("-inf"))
-        return
+    peak = float("-inf")
     maxima_row = maxima + row * groups
-    largest = tl.full([TILE], float("-inf"), tl.float32)
-    for first in range(0, groups, TILE):
-        largest = tl.maximum(largest, _scaled(maxima_row, first, groups, 1.0, TILE))
-    peak = tl.max(largest, 0)
-    tl.store(peaks + row, peak)
+    if _is_limited(temperature, top_k, top_p, min_p, row, vocab_size, GREEDY_TEMPERATURE):
+        largest = tl.full([TILE], float("-inf"), tl.float32)
+        for first in range(0, groups, TILE):
+            largest = tl.maximum(largest, _scaled(maxima_row, first, groups, 1.0, TILE))
+        peak = tl.max(largest, 0)
+    if peak == float("-inf"):
+        tl.store(state + _SIZE, -1)
+        return
 
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     low = tl.zeros([], tl.int32)
@@ -331,66 +276,37 @@ def _propose_kernel(
     elif p < 1:
         # The whole mass is at least the peak's own, 1: less than 1 - p of it is further away than this.
         reach = tl.minimum(reach, tl.log(vocab_size / (1 - p)))
-    _store_span(spans + row * 4, low, reach.to(tl.int32, bitcast=True), high)
+    tl.store(peaks + row, peak)
+    tl.store(state + _LOW, low)
+    tl.store(state + _REACH, reach.to(tl.int32, bitcast=True))
+    tl.store(state + _HIGH, high)
+    tl.store(state + _SIZE, _UNKNOWN)
 
 
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _measure_kernel(
     logits,
     temperature,
-    top_k,
-    top_p,
     peaks,
     maxima,
-    old_spans,
-    old_counts,
-    old_masses,
-    first_counts,
-    first_masses,
-    spans,
+    states,
     counts,
     masses,
     logits_stride,
     vocab_size,
-    FIRST: tl.constexpr,
     CANDIDATES: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
     BOUNDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    STATE: tl.constexpr,
 ):
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    peak = tl.load(peaks + row)
-    if peak == float("-inf"):
+    state = states + row * STATE
+    if tl.load(state + _SIZE) <= CANDIDATES:
         return
-    lane = tl.arange(0, BOUNDS)
+    low, reach, high = tl.load(state + _LOW), tl.load(state + _REACH), tl.load(state + _HIGH)
+    peak = tl.load(peaks + row)
     cell = (row * chunks + chunk) * BOUNDS
-    low, reach, high = _load_span(old_spans + row * 4)
-    if not FIRST:
-        _, _, new_low, new_high, _, _, candidates, _ = _enclosing(
-            old_spans,
-            old_counts,
-            old_masses,
-            first_counts,
-            first_masses,
-            top_k,
-            top_p,
-            row,
-            chunks,
-            vocab_size,
-            BOUNDS,
-            CHUNKS,
-        )
-        if candidates > CANDIDATES:
-            low, reach, high = new_low, new_high, new_high
-            if high == _INFINITY_BITS:
-                reach = (2 * low.to(tl.float32, bitcast=True) + 1).to(tl.int32, bitcast=True)
-        if chunk == 0:
-            _store_span(spans + row * 4, low, reach, high)
-        if candidates <= CANDIDATES:
-            tl.store(counts + cell + lane, tl.load(old_counts + cell + lane))
-            tl.store(masses + cell + lane, tl.load(old_masses + cell + lane))
-            return
     nearest = peak - tl.max(tl.load(maxima + (row * chunks + chunk) * GROUPS + tl.arange(0, GROUPS)), 0)
     if nearest.to(tl.int32, bitcast=True) < high:
         factor = tl.div_rn(1.0, tl.load(temperature + row))
@@ -402,22 +318,82 @@ def _measure_kernel(
             tl.store(counts + cell + index, tl.sum(nearer, 0).to(tl.int32))
             tl.store(masses + cell + index, tl.sum(nearer * weight, 0))
     else:
+        lane = tl.arange(0, BOUNDS)
         tl.store(counts + cell + lane, tl.zeros([BOUNDS], tl.int32))
         tl.store(masses + cell + lane, tl.zeros([BOUNDS], tl.float32))
+
+
+@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
+def _narrow_kernel(
+    top_k,
+    top_p,
+    states,
+    counts,
+    masses,
+    chunks,
+    vocab_size,
+    FIRST: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STATE: tl.constexpr,
+):
+    """Replace the state of each row by what the pass has found.
+
+    low, reach, high   bounds around the candidates and how far the next pass spreads its own, see `_bound`
+    lower, upper       which of the pass's bounds low and high were
+    size               number of candidates
+    before             count, or mass in rows with top-p alone, of the logits nearer than low
+    target             rank, or such mass, that the search is for; set by the first pass
+    """
+    row = tl.program_id(0).to(tl.int64)
+    state = states + row * STATE
+    if tl.load(state + _SIZE) <= CANDIDATES:
+        return
+    lane = tl.arange(0, BOUNDS)
+    chunk = tl.arange(0, CHUNKS)
+    table = (row * chunks + chunk)[:, None] * BOUNDS + lane[None, :]
+    inside = (chunk < chunks)[:, None]
+    count = tl.sum(tl.load(counts + table, mask=inside, other=0), 0)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    values = count.to(tl.float32)
+    if (k >= vocab_size) & (p < 1):
+        values = tl.sum(tl.load(masses + table, mask=inside, other=0.0), 0)
+    if FIRST:
+        # The last bound is where min_p ends, or a distance within which there are k logits.
+        whole = _pick(values, lane, BOUNDS - 1)
+        target = tl.where(k < vocab_size, tl.minimum(k.to(tl.float32), whole), whole)
+        if (k >= vocab_size) & (p < 1):
+            target = p * whole
+        tl.store(state + _TARGET, target.to(tl.int32, bitcast=True))
+    else:
+        target = tl.load(state + _TARGET).to(tl.float32, bitcast=True)
+    lower = tl.max(tl.where((values < target) & (lane < BOUNDS - 1), lane, 0), 0)
+    upper = lower + 1
+    if (k < vocab_size) & (p < 1):
+        lower = tl.zeros([], tl.int32)  # top_p will be a share of all that top_k leaves
+    bounds = _bound(tl.load(state + _LOW), tl.load(state + _REACH), tl.load(state + _HIGH), lane, BOUNDS)
+    low, high = _pick(bounds, lane, lower), _pick(bounds, lane, upper)
+    reach = high.to(tl.float32, bitcast=True)
+    if high == _INFINITY_BITS:
+        # The first pass kept the last seventh of its reach, and what is beyond, for the last bound.
+        reach = 1.25 * low.to(tl.float32, bitcast=True) + 1
+    tl.store(state + _LOW, low)
+    tl.store(state + _REACH, reach.to(tl.int32, bitcast=True))
+    tl.store(state + _HIGH, high)
+    tl.store(state + _LOWER, lower)
+    tl.store(state + _UPPER, upper)
+    tl.store(state + _SIZE, _pick(count, lane, upper) - _pick(count, lane, lower))
+    tl.store(state + _BEFORE, _pick(values, lane, lower).to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _collect_kernel(
     logits,
     temperature,
-    top_k,
-    top_p,
     peaks,
-    spans,
+    states,
     counts,
-    masses,
-    first_counts,
-    first_masses,
     candidates,
     logits_stride,
     vocab_size,
@@ -425,16 +401,14 @@ def _collect_kernel(
     CHUNK: tl.constexpr,
     BOUNDS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STATE: tl.constexpr,
 ):
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    peak = tl.load(peaks + row)
-    if peak == float("-inf"):
+    state = states + row * STATE
+    size = tl.load(state + _SIZE)
+    if (size <= 0) | (size > CANDIDATES):
         return
-    lower, upper, low, high, _, _, size, _ = _enclosing(
-        spans, counts, masses, first_counts, first_masses, top_k, top_p, row, chunks, vocab_size, BOUNDS, CHUNKS
-    )
-    if size > CANDIDATES:
-        return
+    lower, upper = tl.load(state + _LOWER), tl.load(state + _UPPER)
     others = tl.arange(0, CHUNKS)
     cell = (row * chunks + others) * BOUNDS
     inside = others <= chunk
@@ -444,8 +418,9 @@ def _collect_kernel(
     start = tl.sum(tl.where(others < chunk, found, 0), 0)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * logits_stride + column, mask=column < vocab_size, other=float("-inf"))
-    bits = (peak - _scale(values, tl.div_rn(1.0, tl.load(temperature + row)))).to(tl.int32, bitcast=True)
-    chosen = (bits >= low) & (bits < high)
+    distance = tl.load(peaks + row) - _scale(values, tl.div_rn(1.0, tl.load(temperature + row)))
+    bits = distance.to(tl.int32, bitcast=True)
+    chosen = (bits >= tl.load(state + _LOW)) & (bits < tl.load(state + _HIGH))
     place = start + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(candidates + row * CANDIDATES + place, values, mask=chosen)
 
@@ -457,39 +432,36 @@ def _finish_kernel(
     top_k,
     top_p,
     peaks,
-    spans,
-    counts,
-    masses,
-    first_counts,
-    first_masses,
+    states,
     candidates,
     lowest,
     logits_stride,
-    chunks,
     vocab_size,
     CANDIDATES: tl.constexpr,
     TILE: tl.constexpr,
     BOUNDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    STATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    peak = tl.load(peaks + row)
-    if peak == float("-inf"):
+    state = states + row * STATE
+    size = tl.load(state + _SIZE)
+    if size < 0:
         return
-    _, _, low, high, count_before, mass_before, size, target = _enclosing(
-        spans, counts, masses, first_counts, first_masses, top_k, top_p, row, chunks, vocab_size, BOUNDS, CHUNKS
+    low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
+    before, target = (
+        tl.load(state + _BEFORE).to(tl.float32, bitcast=True),
+        tl.load(state + _TARGET).to(tl.float32, bitcast=True),
     )
-    count_before = count_before.to(tl.float32)
     source = candidates + row * CANDIDATES
     if size > CANDIDATES:
         source = logits + row * logits_stride
         size = vocab_size
-        count_before = 0.0
-        mass_before = 0.0
+        before = 0.0
+    peak = tl.load(peaks + row)
     factor = tl.div_rn(1.0, tl.load(temperature + row))
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     if (k < vocab_size) | (p >= 1):
-        low, high = _search(source, size, factor, peak, low, high, count_before, target, False, TILE, BOUNDS)
+        low, high = _search(source, size, factor, peak, low, high, before, target, False, TILE, BOUNDS)
         if p < 1:
             count, mass = _nearer(source, size, factor, peak, high, TILE)
             # Equal logits share the last ranks: all of them are kept, but only k count for top_p.
@@ -497,7 +469,7 @@ def _finish_kernel(
             target = p * mass
             low = tl.zeros([], tl.int32)
     if p < 1:
-        low, high = _search(source, size, factor, peak, low, high, mass_before, target, True, TILE, BOUNDS)
+        low, high = _search(source, size, factor, peak, low, high, before, target, True, TILE, BOUNDS)
     kept = tl.full([TILE], float("inf"), tl.float32)
     for first in range(0, size, TILE):
         x = _scaled(source, first, size, factor, TILE)
@@ -517,78 +489,54 @@ def lowest_kept(
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     lowest, peaks, maxima = empty(rows), empty(rows), empty(rows, chunks * groups)
-    spans = empty(_PASSES, rows, 4, dtype=torch.int32)  # low, reach and high of `_bound`; 16 bytes keep rows aligned
-    counts = empty(_PASSES, rows, chunks, _BOUNDS, dtype=torch.int32)
-    masses = empty(_PASSES, rows, chunks, _BOUNDS)
+    states = empty(rows, _STATE, dtype=torch.int32)
+    counts, masses = empty(rows, chunks, _BOUNDS, dtype=torch.int32), empty(rows, chunks, _BOUNDS)
     candidates = empty(rows, _CANDIDATES, dtype=logits.dtype)
-    filters = (temperature, top_k, top_p, min_p)
-    sizes = {"BOUNDS": _BOUNDS, "CHUNKS": triton.next_power_of_2(chunks), "CANDIDATES": _CANDIDATES}
+    shape = (logits.stride(0), vocab_size)
+    per_chunk = {"CHUNK": chunk_size, "num_warps": 4}
+    per_row = {"TILE": _TILE, "num_warps": 8}
+    search = {"BOUNDS": _BOUNDS, "STATE": _STATE}
+    until = {"CANDIDATES": _CANDIDATES, **search}
+    across = triton.next_power_of_2(chunks)
 
     _survey_kernel[(rows, chunks)](
-        logits,
-        *filters,
-        maxima,
-        logits.stride(0),
-        vocab_size,
-        GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
-        CHUNK=chunk_size,
-        GROUPS=groups,
-        num_warps=4,
-    )
-    _propose_kernel[(rows,)](
-        *filters,
-        maxima,
-        peaks,
-        spans[0],
-        lowest,
-        chunks * groups,
-        vocab_size,
-        GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
-        TILE=_TILE,
-        BOUNDS=_BOUNDS,
-        num_warps=8,
-    )
-    for index in range(_PASSES):
-        before = max(index - 1, 0)
-        _measure_kernel[(rows, chunks)](
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            peaks,
-            maxima,
-            spans[before],
-            counts[before],
-            masses[before],
-            counts[0],
-            masses[0],
-            spans[index],
-            counts[index],
-            masses[index],
-            logits.stride(0),
-            vocab_size,
-            FIRST=index == 0,
-            CHUNK=chunk_size,
-            GROUPS=groups,
-            num_warps=4,
-            **sizes,
-        )
-    found = (peaks, spans[-1], counts[-1], masses[-1], counts[0], masses[0], candidates)
-    _collect_kernel[(rows, chunks)](
-        logits, temperature, top_k, top_p, *found, logits.stride(0), vocab_size, CHUNK=chunk_size, num_warps=4, **sizes
-    )
-    _finish_kernel[(rows,)](
         logits,
         temperature,
         top_k,
         top_p,
-        *found,
+        min_p,
+        maxima,
+        *shape,
+        GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
+        GROUPS=groups,
+        **per_chunk,
+    )
+    _propose_kernel[(rows,)](
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        maxima,
+        peaks,
+        states,
         lowest,
-        logits.stride(0),
-        chunks,
+        chunks * groups,
         vocab_size,
-        TILE=_TILE,
-        num_warps=8,
-        **sizes,
+        GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
+        **per_row,
+        **search,
+    )
+    for index in range(_PASSES):
+        _measure_kernel[(rows, chunks)](
+            logits, temperature, peaks, maxima, states, counts, masses, *shape, GROUPS=groups, **per_chunk, **until
+        )
+        _narrow_kernel[(rows,)](
+            top_k, top_p, states, counts, masses, chunks, vocab_size, FIRST=index == 0, CHUNKS=across, **until
+        )
+    _collect_kernel[(rows, chunks)](
+        logits, temperature, peaks, states, counts, candidates, *shape, CHUNKS=across, **per_chunk, **until
+    )
+    _finish_kernel[(rows,)](
+        logits, temperature, top_k, top_p, peaks, states, candidates, lowest, *shape, **per_row, **until
     )
     return lowest
