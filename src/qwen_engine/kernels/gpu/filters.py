@@ -530,8 +530,19 @@ def lowest_kept(
         _measure_kernel[(rows, chunks)](
             logits, temperature, peaks, maxima, states, counts, masses, *shape, GROUPS=groups, **per_chunk, **until
         )
+        # One warp, for with more of them one could load a state that another has replaced already.
         _narrow_kernel[(rows,)](
-            top_k, top_p, states, counts, masses, chunks, vocab_size, FIRST=index == 0, CHUNKS=across, **until
+            top_k,
+            top_p,
+            states,
+            counts,
+            masses,
+            chunks,
+            vocab_size,
+            FIRST=index == 0,
+            CHUNKS=across,
+            num_warps=1,
+            **until,
         )
     _collect_kernel[(rows, chunks)](
         logits, temperature, peaks, states, counts, candidates, *shape, CHUNKS=across, **per_chunk, **until
