@@ -521,7 +521,7 @@ def rows_of_logits(rng: torch.Generator, device: str, vocab_size: int) -> torch.
     peaked[vocab_size // 3 :: vocab_size // 4] += 12
     sloping = torch.linspace(9, -9, vocab_size, device=device)  # the likely ids side by side
     halves = torch.zeros(vocab_size, device=device)
-    halves[::2] = 0.5  # ties in every chunk
+    halves[::2] = 0.5  # ties in every chunk; a top_k beyond the first half splits the other one
     masked = torch.full_like(flat, -math.inf)
     masked[-3:] = flat[-3:]
     return torch.stack([flat, 4 * flat, peaked, sloping, halves, torch.zeros_like(flat), masked])

@@ -193,7 +193,7 @@ def test_filters_keep_what_their_definitions_keep(dtype, vocab_size, spread, tie
 
 
 @dtypes
-@pytest.mark.parametrize(("vocab_size", "top_k"), [(131, 40), (20011, 20), (20011, 6000), (151936, 50)])
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(131, 70), (20011, 20), (20011, 6000), (151936, 50)])
 def test_limits_of_rows_of_every_kind(dtype, vocab_size, top_k):
     checks.check_limits_of_rows(gpu, "cuda", dtype, vocab_size, top_k)
 

@@ -155,7 +155,7 @@ def test_filters_keep_what_their_definitions_keep(dtype, vocab_size, spread, tie
 
 
 @dtypes
-@pytest.mark.parametrize(("vocab_size", "top_k"), [(131, 40), (2500, 20)])
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(131, 70), (2500, 20)])
 def test_limits_of_rows_of_every_kind(dtype, vocab_size, top_k):
     checks.check_limits_of_rows(reference, "cpu", dtype, vocab_size, top_k)
 
