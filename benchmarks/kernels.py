@@ -305,40 +305,59 @@ def bench_prefill(table: Table) -> None:
         )
 
 
+def peaked_logits(rows: int) -> torch.Tensor:
+    """Like a language model's: nearly all of the mass on a few hundred ids."""
+    logits = normal(rows, VOCABULARY).float()
+    ids = torch.randint(VOCABULARY, (rows, 300), device=DEVICE)
+    return logits.scatter_(1, ids, torch.linspace(18, 6, 300, device=DEVICE).expand(rows, -1)).to(DTYPE)
+
+
 def bench_filters(table: Table) -> None:
     """top-k, top-p and both, beside a full sort; penalties of a slot with 1000 tokens behind it."""
     off = 2**31
+    kinds = {
+        "peaked": (peaked_logits, 0.6),
+        "flat": (lambda rows: normal(rows, VOCABULARY) * 3, 0.6),
+        "very flat": (lambda rows: normal(rows, VOCABULARY), 1.0),
+    }
     for rows in (1, 16, 256):
-        size = rows * VOCABULARY * 4
+        size = rows * VOCABULARY * 2
+        none = torch.zeros(rows, device=DEVICE)
+        for kind, (make, temperature) in kinds.items():
+            sets = [make(rows) for _ in range(rotation(size))]
+            heat = torch.full((rows,), temperature, device=DEVICE)
+            for top_k, top_p in ((20, 1.0), (off, 0.95), (20, 0.95)):
+                columns = (torch.full((rows,), value, device=DEVICE) for value in (top_k, top_p))
+                filters = (heat, *columns, none)
+                few = [column[:16] for column in filters]
+                lowest = gpu.lowest_kept(sets[0], *filters)
+                table.row(
+                    "lowest_kept",
+                    f"{rows}, {kind}, k {'off' if top_k == off else top_k}, p {top_p:g}",
+                    error=relative_error(lowest[:16], reference.lowest_kept(sets[0][:16], *few)),
+                    calls=[partial(gpu.lowest_kept, x, *filters) for x in sets],
+                    moved=size,
+                    beside={"torch sort": [partial(torch.sort, x, dim=1) for x in sets[:2]]} if top_k == off else None,
+                )
+        size = rows * VOCABULARY * 5
         sets = [normal(rows, VOCABULARY).float() * 3 for _ in range(rotation(size))]
-        heat, none = torch.full((rows,), 0.6, device=DEVICE), torch.zeros(rows, device=DEVICE)
-        for top_k, top_p in ((20, 1.0), (off, 0.95), (20, 0.95)):
-            filters = (heat, torch.full((rows,), top_k, device=DEVICE), torch.full((rows,), top_p, device=DEVICE), none)
-            few = [column[:16] for column in filters]
-            lowest = gpu.lowest_kept(sets[0], *filters)
-            table.row(
-                "lowest_kept",
-                f"{rows} x {VOCABULARY}, k {'off' if top_k == off else top_k}, p {top_p:g}",
-                error=relative_error(lowest[:16], reference.lowest_kept(sets[0][:16], *few)),
-                calls=[partial(gpu.lowest_kept, x, *filters) for x in sets],
-                moved=size,
-                beside={"torch sort": [partial(torch.sort, x, dim=1) for x in sets[:2]]} if top_k == off else None,
-            )
         counts = torch.zeros(rows, VOCABULARY, dtype=torch.int32, device=DEVICE)
         counts.scatter_(1, torch.randint(VOCABULARY, (rows, 1000), device=DEVICE), 1)
         in_prompt = counts.roll(7, dims=1) > 0
         slots = torch.arange(rows, device=DEVICE)
-        factors = (none + 0.1, none + 0.1, none + 1.0)  # neutral repetition: the tensors stay finite over many calls
-        x, expected = sets[0].clone(), sets[0].clone()
-        gpu.penalise(x, slots, counts, in_prompt, *factors)
-        reference.penalise(expected, slots, counts, in_prompt, *factors)
-        table.row(
-            "penalise",
-            f"{rows} x {VOCABULARY}",
-            error=relative_error(x, expected),
-            calls=[partial(gpu.penalise, x, slots, counts, in_prompt, *factors) for x in sets],
-            moved=rows * VOCABULARY * 5,
-        )
+        # A repetition near 1: the tensors stay finite over many calls.
+        for kind, repetition in (("presence", 1.0), ("repetition", 1.01)):
+            factors = (none + 0.1, none + 0.1, none + repetition)
+            x, expected = sets[0].clone(), sets[0].clone()
+            gpu.penalise(x, slots, counts, in_prompt, *factors)
+            reference.penalise(expected, slots, counts, in_prompt, *factors)
+            table.row(
+                "penalise",
+                f"{rows} x {VOCABULARY}, {kind}",
+                error=relative_error(x, expected),
+                calls=[partial(gpu.penalise, x, slots, counts, in_prompt, *factors) for x in sets],
+                moved=rows * VOCABULARY * (4 if repetition == 1 else 5),
+            )
 
 
 def bench_sampling(table: Table) -> None:

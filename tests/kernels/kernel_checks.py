@@ -490,21 +490,68 @@ def check_lowest_kept(
     with poisoned_allocations():
         lowest = impl.lowest_kept(logits, *columns)
     assert lowest.dtype == torch.float32
-    for row, (temperature, top_k, top_p, min_p) in enumerate(FILTERS):
-        if temperature <= 0.01 or (top_k >= vocab_size and top_p >= 1 and min_p <= 0):
-            assert lowest[row] == -math.inf
-            continue
-        scaled = logits[row].float() * columns[0][row].reciprocal()
-        scaled = scaled.masked_fill(scaled.isnan(), -math.inf)
-        distances = scaled.max() - scaled
-        kept = distances[scaled >= lowest[row]].max().item()
-        # fp32 sums may end top_p one logit earlier or later where a sum meets it.
-        bounds = [
-            naive_distances_kept(distances.tolist(), top_k, top_p * (1 + sign * 1e-5), min_p * (1 - sign * 1e-6))
-            for sign in (-1, 1)
-        ]
-        assert bounds[0] <= kept <= bounds[1]
-        assert lowest[row] in scaled
+    for row, filters in enumerate(FILTERS):
+        assert_limit(logits[row], lowest[row], columns[0][row], *filters[1:])
+
+
+def assert_limit(
+    logits: torch.Tensor, lowest: torch.Tensor, temperature: torch.Tensor, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Whether `lowest` is what the filters leave of one row of logits."""
+    if temperature <= 0.01 or (top_k >= len(logits) and top_p >= 1 and min_p <= 0):
+        assert lowest == -math.inf
+        return
+    scaled = logits.float() * temperature.reciprocal()
+    scaled = scaled.masked_fill(scaled.isnan(), -math.inf)
+    distances = scaled.max() - scaled
+    kept = distances[(scaled >= lowest) & (scaled > -math.inf)].max().item()
+    # fp32 sums may end top_p one logit earlier or later where a sum meets it.
+    bounds = [
+        naive_distances_kept(distances.tolist(), top_k, top_p * (1 + sign * 1e-5), min_p * (1 - sign * 1e-6))
+        for sign in (-1, 1)
+    ]
+    assert bounds[0] <= kept <= bounds[1]
+    assert lowest in scaled
+
+
+def rows_of_logits(rng: torch.Generator, device: str, vocab_size: int) -> torch.Tensor:
+    """Rows that take different ways through a search for their limit; fp32 [7, vocab]."""
+    flat = normal(rng, vocab_size, dtype=torch.float32)
+    peaked = flat.clone()
+    peaked[vocab_size // 3 :: vocab_size // 4] += 12
+    sloping = torch.linspace(9, -9, vocab_size, device=device)  # the likely ids side by side
+    halves = torch.zeros(vocab_size, device=device)
+    halves[::2] = 0.5  # ties in every chunk; a top_k beyond the first half splits the other one
+    masked = torch.full_like(flat, -math.inf)
+    masked[-3:] = flat[-3:]
+    return torch.stack([flat, 4 * flat, peaked, sloping, halves, torch.zeros_like(flat), masked])
+
+
+def check_limits_of_rows(impl: ModuleType, device: str, dtype: torch.dtype, vocab_size: int, top_k: int) -> None:
+    """Peaked, flat, equal and masked rows, strided; each has the same bits in any batch."""
+    rng = generator(device, vocab_size, top_k)
+    off = 2**31
+    filters = (
+        (1.0, top_k, 1.0, 0.0),
+        (1.0, top_k, 0.9, 0.0),
+        (0.7, off, 0.5, 0.0),
+        (1.0, off, 1e-6, 0.0),
+        (1.5, off, 0.999999, 0.0),
+        (1.0, off, 0.9, 1e-3),
+        (1.0, off, 1.0, 0.02),
+    )
+    rows = rows_of_logits(rng, device, vocab_size)
+    count = len(rows) * len(filters)
+    wide = torch.full((count, vocab_size + 16), 50.0, dtype=dtype, device=device)
+    logits = wide[:, :vocab_size]
+    logits.copy_(rows.repeat_interleave(len(filters), 0))
+    columns = [torch.tensor(column * len(rows), device=device) for column in zip(*filters)]
+    with poisoned_allocations():
+        lowest = impl.lowest_kept(logits, *columns)
+    for row in range(count):
+        assert_limit(logits[row], lowest[row], columns[0][row], *filters[row % len(filters)][1:])
+    few = slice(2, None, 11)
+    assert torch.equal(lowest[few], impl.lowest_kept(logits[few], *(column[few].contiguous() for column in columns)))
 
 
 def check_filtered_argmax(impl: ModuleType, device: str) -> None:
@@ -534,6 +581,9 @@ def check_penalise(impl: ModuleType, device: str, rows: int, vocab_size: int) ->
     slots = torch.randperm(num_slots, generator=rng, device=device)[:rows]
     slots[rows // 2] = -1
     factors = [torch.rand(rows, generator=rng, device=device) * 2 + low for low in (-1.0, -1.0, 0.3)]
+    factors[2][1::3] = 1.0  # only the output counts
+    for factor, neutral in zip(factors, (0.0, 0.0, 1.0)):
+        factor[3::4] = neutral
     expected = logits.double().clone()
     for row, slot in enumerate(slots.tolist()):
         for column in range(vocab_size if slot >= 0 else 0):

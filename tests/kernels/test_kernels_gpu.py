@@ -192,6 +192,29 @@ def test_filters_keep_what_their_definitions_keep(dtype, vocab_size, spread, tie
     checks.check_lowest_kept(gpu, "cuda", dtype, vocab_size, spread, ties=ties)
 
 
+@dtypes
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(131, 70), (20011, 20), (20011, 6000), (151936, 50)])
+def test_limits_of_rows_of_every_kind(dtype, vocab_size, top_k):
+    checks.check_limits_of_rows(gpu, "cuda", dtype, vocab_size, top_k)
+
+
+def test_captured_filters_follow_logits_and_parameters_that_change_on_the_device():
+    rng = checks.generator("cuda", 3)
+    logits = checks.normal(rng, 3, 20011, dtype=torch.float32)
+    columns = [
+        torch.tensor(column, device="cuda") for column in ([1.0] * 3, [5, 2**31, 50], [1.0, 0.9, 0.5], [0.0] * 3)
+    ]
+    gpu.lowest_kept(logits, *columns)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lowest = gpu.lowest_kept(logits, *columns)
+    for heat in (1.0, 0.3, 0.0):
+        logits.copy_(checks.normal(rng, 3, 20011, dtype=torch.float32) * 3)
+        columns[0].fill_(heat)
+        graph.replay()
+        assert torch.equal(lowest, gpu.lowest_kept(logits, *columns))
+
+
 def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(gpu, "cuda")
 

@@ -154,6 +154,12 @@ def test_filters_keep_what_their_definitions_keep(dtype, vocab_size, spread, tie
     checks.check_lowest_kept(reference, "cpu", dtype, vocab_size, spread, ties=ties)
 
 
+@dtypes
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(131, 70), (2500, 20)])
+def test_limits_of_rows_of_every_kind(dtype, vocab_size, top_k):
+    checks.check_limits_of_rows(reference, "cpu", dtype, vocab_size, top_k)
+
+
 def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(reference, "cpu")
 

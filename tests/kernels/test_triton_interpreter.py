@@ -103,10 +103,21 @@ def test_tiled_products_equal_their_formula(dtype, tokens, rows, columns):
     checks.check_tiled_products(tiled_linear, "cpu", dtype, tokens, rows, columns)
 
 
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks, tiles and passes, and too many candidates, without the interpreter's time for large rows."""
+    for name, size in {"_CHUNK": 32, "_GROUPS": 4, "_TILE": 32, "_CANDIDATES": 16}.items():
+        monkeypatch.setattr(filters, name, size)
+
+
 @pytest.mark.parametrize("ties", [False, True])
-def test_filters_keep_what_their_definitions_keep(monkeypatch, ties):
-    monkeypatch.setattr(filters, "_LIMIT_CHUNK", 32)  # several chunks without the interpreter's time for large ones
+def test_filters_keep_what_their_definitions_keep(small_chunks, ties):
     checks.check_lowest_kept(gpu, "cpu", torch.float32, 70, 2.0, ties=ties)
+
+
+@pytest.mark.parametrize(("dtype", "top_k"), [(torch.float32, 5), (torch.bfloat16, 60)])
+def test_limits_of_rows_of_every_kind(small_chunks, dtype, top_k):
+    checks.check_limits_of_rows(gpu, "cpu", dtype, 101, top_k)
 
 
 def test_a_filtered_draw_is_a_draw_from_what_is_left():
