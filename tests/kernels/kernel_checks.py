@@ -233,10 +233,13 @@ def check_attention(
     caches = (pages.k_cache, pages.v_cache, pages.block_tables, pages.slots)
     with poisoned_allocations():
         if decode:
-            starts_of_tiles = reference.kv_tile_starts(lengths)
-            result = impl.decode_attention(q, *caches, lengths, starts_of_tiles, scale, out, **options)
+            arrivals = torch.zeros(tokens, num_kv_heads, dtype=torch.int32, device=device)
+            arguments = (q, *caches, lengths, reference.kv_tile_starts(lengths), arrivals, scale, out)
+            result = impl.decode_attention(*arguments, **options)
+            assert not arrivals.any()
             first_bits = out.clone()
-            impl.decode_attention(q, *caches, lengths, starts_of_tiles, scale, out.fill_(NAN), **options)
+            out.fill_(NAN)
+            impl.decode_attention(*arguments, **options)
             assert torch.equal(out, first_bits)
         else:
             result = impl.prefill_attention(

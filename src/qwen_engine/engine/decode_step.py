@@ -25,7 +25,10 @@ from qwen_engine.models.qwen3 import Qwen3Model
 
 
 class DecodeStep:
-    """Buffers for up to max_num_seqs rows. `kv_cache` is set before the first step."""
+    """Buffers for up to max_num_seqs rows. `kv_cache` is set before the first step.
+
+    arrivals: the counters of decode attention, for all steps of the engine, since these follow one another.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,9 @@ class DecodeStep:
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._tile_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(
+            max_num_seqs, model.layers[0].self_attn.num_kv_heads, dtype=torch.int32, device=device
+        )
         self._logits = torch.zeros(max_num_seqs, model.lm_head.weight.shape[0], dtype=dtype, device=device)
         self._token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._batch: list[int] | None = None  # what `_slots` holds
@@ -106,6 +112,7 @@ class DecodeStep:
             num_decodes=size,
             decode_seq_lens=seq_lens,
             decode_tile_starts=tile_starts,
+            arrivals=self.arrivals,
             chunk_slots=slots[:0],
             query_start=slots[:0],
             chunk_seq_lens=slots[:0],

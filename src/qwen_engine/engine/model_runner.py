@@ -343,6 +343,7 @@ class ModelRunner:
             num_decodes=num_decodes,
             decode_seq_lens=device_ends[:num_decodes],
             decode_tile_starts=device_tile_starts,
+            arrivals=self.decode.arrivals,
             chunk_slots=chunk_slots,
             query_start=device_starts,
             chunk_seq_lens=device_ends[num_decodes:],

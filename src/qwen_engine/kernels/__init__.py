@@ -113,6 +113,7 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     tile_starts: torch.Tensor,
+    arrivals: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -120,9 +121,12 @@ def decode_attention(
 
     q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows], tokens to attend to with the new one
     included, 0 for padding. tile_starts: `kv_tile_starts` of them, by which the work is shared out; the same for all
-    layers of a step. Calls on one device must follow one another.
+    layers of a step. arrivals: int32 [rows, num_kv_heads], counters of the GPU's programs, 0 before and after a call;
+    calls that may overlap in time need counters of their own.
     """
-    return _backend(q).decode_attention(q, k_cache, v_cache, block_tables, slots, seq_lens, tile_starts, scale, out)
+    return _backend(q).decode_attention(
+        q, k_cache, v_cache, block_tables, slots, seq_lens, tile_starts, arrivals, scale, out
+    )
 
 
 def prefill_attention(

@@ -100,6 +100,7 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     tile_starts: torch.Tensor,
+    arrivals: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:

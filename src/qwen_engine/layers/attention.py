@@ -27,7 +27,7 @@ class AttentionMetadata:
 
     token_slots, positions: [tokens], slot and position of each token; slot -1 is padding.
     block_tables: [max_num_seqs, max_blocks], by slot. decode_seq_lens: [num_decodes], context with the new token;
-    decode_tile_starts: [num_decodes + 1], `kv_tile_starts` of these.
+    decode_tile_starts: [num_decodes + 1], `kv_tile_starts` of these. arrivals: [max_num_seqs, num_kv_heads], zeros.
     chunk_slots, chunk_seq_lens: [chunks]; query_start: [chunks + 1], counted from the first chunk's first token.
     """
 
@@ -37,6 +37,7 @@ class AttentionMetadata:
     num_decodes: int
     decode_seq_lens: torch.Tensor
     decode_tile_starts: torch.Tensor
+    arrivals: torch.Tensor
     chunk_slots: torch.Tensor
     query_start: torch.Tensor
     chunk_seq_lens: torch.Tensor
@@ -99,6 +100,7 @@ class Attention(nn.Module):
                 metadata.token_slots[:split],
                 metadata.decode_seq_lens,
                 metadata.decode_tile_starts,
+                metadata.arrivals,
                 self.scale,
                 out=out[:split],
             )

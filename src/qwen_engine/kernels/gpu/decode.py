@@ -11,7 +11,6 @@ same bits whoever is last. The lengths are read on the device, so one captured c
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -22,7 +21,7 @@ from qwen_engine.kernels.reference import KV_TILE_TOKENS
 
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 _LOWEST = tl.constexpr(-3e38)  # below any score, and finite: a difference of two is a number
-_ROWS = 256  # rows searched at a time
+_ROWS_PER_WARP = 64  # rows searched at a time
 _LANE_VALUES = 1024  # values of partial means that a warp holds
 _STAGE_BYTES = 200 * 1024  # shared memory of a multiprocessor that its programs may fill with K and V
 
@@ -34,14 +33,15 @@ class Shares:
     No more programs take part than get `min_tokens` of an item each, as far as every item has one.
     """
 
-    warps: int = 4
+    warps: int
     warp_tokens: int = 16
     stages: int = 4
     programs_per_sm: int = 1
     min_tokens: int = 128
 
 
-DEFAULT_SHARES = Shares()
+SHARES = Shares(warps=4, programs_per_sm=2)
+FP32_SHARES = Shares(warps=1, programs_per_sm=4)  # products of fp32 take the registers of several warps
 
 
 @triton.jit
@@ -59,21 +59,27 @@ def _owner(tile, num_tiles, programs):
 
 
 @triton.jit
-def _find_row(tile, tile_starts, slots, seq_lens, rows, num_kv_heads, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """Row, slot, length and first tile of the row that the tile is in: one round of loads for CHUNK rows."""
-    row, slot, seq_len, start = 0, 0, 0, 0
-    for first in range(0, rows, CHUNK):
-        rows_here = first + tl.arange(0, CHUNK)
-        inside = rows_here < rows
-        starts = tl.load(tile_starts + rows_here, mask=inside, other=0) * num_kv_heads
-        lens = tl.load(seq_lens + rows_here, mask=inside, other=0)
-        slots_here = tl.load(slots + rows_here, mask=inside, other=0)
-        found = (starts <= tile) & (tile < starts + tl.cdiv(lens, TILE) * num_kv_heads)
-        row += tl.sum(tl.where(found, rows_here, 0))
-        slot += tl.sum(tl.where(found, slots_here, 0))
-        seq_len += tl.sum(tl.where(found, lens, 0))
-        start += tl.sum(tl.where(found, starts, 0))
-    return row, slot, seq_len, start
+def _load_rows(first, tile_starts, slots, seq_lens, rows, ROWS: tl.constexpr):
+    """(row, first tile per KV head, slot, length) of the rows first, first + 1, ...; each [ROWS]."""
+    row = first + tl.arange(0, ROWS)
+    inside = row < rows
+    start = tl.load(tile_starts + row, mask=inside, other=0)
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    seq_len = tl.load(seq_lens + row, mask=inside, other=0)
+    return row, start, slot, seq_len
+
+
+@triton.jit
+def _find_row(tile, row, start, slot, seq_len, num_kv_heads, TILE: tl.constexpr):
+    """(row, first tile, slot, length) of the row that the tile is in, zeros if it is none of these."""
+    first = start * num_kv_heads
+    found = (first <= tile) & (tile < first + tl.cdiv(seq_len, TILE) * num_kv_heads)
+    return (
+        tl.sum(tl.where(found, row, 0)),
+        tl.sum(tl.where(found, first, 0)),
+        tl.sum(tl.where(found, slot, 0)),
+        tl.sum(tl.where(found, seq_len, 0)),
+    )
 
 
 @triton.jit
@@ -110,6 +116,7 @@ def _attend(
     k_head,
     v_head,
     table,
+    next_block,
     start,
     end,
     scale_log2,
@@ -124,14 +131,14 @@ def _attend(
 ):
     """Mean of V over the tokens [start, end), [BLOCK_M, HEAD_DIM], and log2 of the softmax denominator, [BLOCK_M].
 
-    Each warp walks along tokens of its own: the dots are batched over the warps, which meet only at the end.
+    next_block: `_blocks` of the first tokens. Each warp walks along tokens of its own: the dots are batched over the
+    warps, which meet only at the end.
     """
     peak = tl.full([WARPS, BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([WARPS, BLOCK_M], tl.float32)
     mean = tl.zeros([WARPS, BLOCK_M, HEAD_DIM], tl.float32)
     offset = tl.arange(0, WARPS)[:, None] * WARP_TOKENS + tl.arange(0, WARP_TOKENS)[None, :]
     # The table is read a step ahead by hand: the pipeliner would halve the stages of K and V to fit it in.
-    next_block = _blocks(table, start, end, BLOCK_SIZE, WARPS, WARP_TOKENS)
     for first in range(start, end, WARPS * WARP_TOKENS):
         live = first + offset < end
         block = next_block.to(tl.int64) if WIDE else next_block
@@ -191,7 +198,7 @@ def _combine(
     return _merge(peak, total, mean)[0]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "num_kv_heads", "min_tiles"])
 def _decode_kernel(
     q,
     k_cache,
@@ -206,6 +213,8 @@ def _decode_kernel(
     arrivals,
     scale_log2,
     rows,
+    num_kv_heads,
+    min_tiles,
     q_stride_row,
     q_stride_head,
     out_stride_row,
@@ -213,7 +222,6 @@ def _decode_kernel(
     table_stride,
     cache_stride_block,
     cache_stride_head,
-    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -222,20 +230,20 @@ def _decode_kernel(
     WARPS: tl.constexpr,
     WARP_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """partial_mean [programs, 2, GROUP, HEAD_DIM] and partial_lse [programs, 2, GROUP] hold what programs leave of the
-    items they share: 0 of one at the beginning of the program's share, 1 of one that starts later. arrivals [programs]:
-    by the first program of the item.
+    items they share: 0 of one at the beginning of the program's share, 1 of one that starts later.
     """
     program = tl.program_id(0)
-    num_tiles = tl.load(tile_starts + rows) * NUM_KV_HEADS
+    # Loaded beside their sum, so that the first K comes after three loads in a row: these, the block table, K.
+    known_rows, known_starts, known_slots, known_lens = _load_rows(0, tile_starts, slots, seq_lens, rows, ROWS)
+    num_tiles = tl.load(tile_starts + rows) * num_kv_heads
     # At least one tile each, so that every one of the programs that share an item arrives.
-    programs = tl.minimum(tl.maximum(num_tiles // MIN_TILES, rows * NUM_KV_HEADS), tl.num_programs(0))
+    programs = tl.minimum(tl.maximum(num_tiles // min_tiles, rows * num_kv_heads), tl.num_programs(0))
     programs = tl.maximum(tl.minimum(programs, num_tiles), 1)
 
     member = tl.arange(0, BLOCK_M)
@@ -246,13 +254,28 @@ def _decode_kernel(
     share_end = tl.where(program < programs, _first_tile(program + 1, num_tiles, programs), share_start)
     tile = share_start
     while tile < share_end:
-        row, slot, seq_len, row_start = _find_row(tile, tile_starts, slots, seq_lens, rows, NUM_KV_HEADS, TILE, ROWS)
+        row, row_start, slot, seq_len = _find_row(
+            tile, known_rows, known_starts, known_slots, known_lens, num_kv_heads, TILE
+        )
+        for first_row in range(ROWS, rows, ROWS):
+            more_rows, more_starts, more_slots, more_lens = _load_rows(
+                first_row, tile_starts, slots, seq_lens, rows, ROWS
+            )
+            found = _find_row(tile, more_rows, more_starts, more_slots, more_lens, num_kv_heads, TILE)
+            row += found[0]
+            row_start += found[1]
+            slot += found[2]
+            seq_len += found[3]
         row_tiles = tl.cdiv(seq_len, TILE)
         kv_head = (tile - row_start) // row_tiles
         item_start = row_start + kv_head * row_tiles
         item_end = item_start + row_tiles
         tile_end = tl.minimum(item_end, share_end)
 
+        start = (tile - item_start) * TILE
+        end = tl.minimum((tile_end - item_start) * TILE, seq_len)
+        table = block_tables + slot.to(tl.int64) * table_stride
+        blocks = _blocks(table, start, end, BLOCK_SIZE, WARPS, WARP_TOKENS)
         row, kv_head = row.to(tl.int64), kv_head.to(tl.int64)
         head = kv_head * GROUP + member
         query = tl.load(
@@ -262,9 +285,10 @@ def _decode_kernel(
             tl.broadcast_to(query.to(DOT_DTYPE)[None, :, :], [WARPS, BLOCK_M, HEAD_DIM]),
             k_cache + kv_head * cache_stride_head + dims[None, None, :],
             v_cache + kv_head * cache_stride_head + dims[None, None, :],
-            block_tables + slot.to(tl.int64) * table_stride,
-            (tile - item_start) * TILE,
-            tl.minimum((tile_end - item_start) * TILE, seq_len),
+            table,
+            blocks,
+            start,
+            end,
             scale_log2,
             cache_stride_block,
             HEAD_DIM,
@@ -285,8 +309,9 @@ def _decode_kernel(
             tl.store(partial_lse + partial + member, lse, mask=member < GROUP)
             first = _owner(item_start, num_tiles, programs)
             last = _owner(item_end - 1, num_tiles, programs)
+            item_arrivals = arrivals + row * num_kv_heads + kv_head
             tl.debug_barrier()  # all warps have stored before one of them arrives for all
-            if tl.atomic_add(arrivals + first, 1, sem="acq_rel") == last - first:
+            if tl.atomic_add(item_arrivals, 1, sem="acq_rel") == last - first:
                 result = _combine(
                     partial_mean,
                     partial_lse,
@@ -301,27 +326,17 @@ def _decode_kernel(
                 members = tl.arange(0, MEMBERS)
                 target = item_out + members[:, None] * out_stride_head + dims[None, :]
                 tl.store(target, result.to(out.dtype.element_ty), mask=(members < GROUP)[:, None])
-                tl.store(arrivals + first, 0)
+                tl.store(item_arrivals, 0)
         tile = tile_end
 
     # Rows without tokens belong to no share. The last programs, which small batches leave idle, clear the first rows.
     row = (tl.num_programs(0) - 1 - program).to(tl.int64)
     while row < rows:
         if tl.load(seq_lens + row) == 0:
-            for kv_head in range(NUM_KV_HEADS):
+            for kv_head in range(num_kv_heads):
                 target = out + row * out_stride_row + (kv_head * GROUP + member[:, None]) * out_stride_head
                 tl.store(target + dims[None, :], tl.zeros([BLOCK_M, HEAD_DIM], out.dtype.element_ty), mask=in_group)
         row += tl.num_programs(0)
-
-
-@cache
-def _arrivals(device: torch.device, programs: int) -> torch.Tensor:
-    """The counters of a grid, 0 between calls.
-
-    All calls on a device share them: they follow one another, on one stream or on streams that wait for each other. A
-    graph finds them in place, since what is captured has run before.
-    """
-    return torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 def decode_attention(
@@ -332,6 +347,7 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     tile_starts: torch.Tensor,
+    arrivals: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
     *,
@@ -340,7 +356,8 @@ def decode_attention(
     rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    shares = DEFAULT_SHARES if shares is None else shares
+    if shares is None:
+        shares = SHARES if q.element_size() == 2 else FP32_SHARES
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     programs = shares.programs_per_sm * num_sms(q.device)
     partial_mean = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
@@ -358,9 +375,11 @@ def decode_attention(
         out,
         partial_mean,
         partial_lse,
-        _arrivals(q.device, programs),
+        arrivals,
         scale * LOG2_E,
         rows,
+        num_kv_heads,
+        triton.cdiv(shares.min_tokens, KV_TILE_TOKENS),
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -368,7 +387,6 @@ def decode_attention(
         block_tables.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
-        NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -377,8 +395,7 @@ def decode_attention(
         WARPS=shares.warps,
         WARP_TOKENS=shares.warp_tokens,
         TILE=KV_TILE_TOKENS,
-        MIN_TILES=triton.cdiv(shares.min_tokens, KV_TILE_TOKENS),
-        ROWS=_ROWS,
+        ROWS=_ROWS_PER_WARP * shares.warps,
         LANES=max(1, shares.warps * _LANE_VALUES // (members * head_dim)),
         DOT_DTYPE=dot_dtype(q.dtype),
         WIDE=needs_wide_offsets(k_cache),
