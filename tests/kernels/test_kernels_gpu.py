@@ -76,14 +76,22 @@ def test_decode_attention_over_long_contexts_equals_fp64(dtype, heads, batch, lo
         checks.check_decode(gpu, "cuda", dtype, lengths(batch, longest), heads, 128, 16, shares=shares)
 
 
-@pytest.mark.parametrize("shares", [None, MANY_PROGRAMS], ids=["default", "many-programs"])
+any_shares = pytest.mark.parametrize("shares", [None, MANY_PROGRAMS], ids=["default", "many-programs"])
+
+
+@any_shares
 @pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
 def test_decode_attention_shares_out_any_mixture_of_lengths(heads, shares):
-    padded = lengths(1000, 5000)
-    padded[3::7] = [0] * len(padded[3::7])
-    for seq_lens in (*checks.MIXED_LENS, padded):
+    for seq_lens in checks.MIXED_LENS:
         for head_dim, block_size in ((128, 8), (128, 32), (64, 16)):
             checks.check_decode(gpu, "cuda", torch.bfloat16, seq_lens, heads, head_dim, block_size, shares=shares)
+
+
+@any_shares
+def test_decode_attention_takes_1000_rows_with_padding_between_them(shares):
+    seq_lens = lengths(1000, 5000)
+    seq_lens[3::7] = [0] * len(seq_lens[3::7])
+    checks.check_decode(gpu, "cuda", torch.bfloat16, seq_lens, (16, 8), 128, 16, shares=shares)
 
 
 def test_decode_attention_has_the_same_bits_every_time():

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, dot_dtype, needs_wide_offsets, num_sms
+from qwen_engine.kernels.gpu.common import LOG2_E, dot_dtype, num_sms
 from qwen_engine.kernels.reference import KV_TILE_TOKENS
 
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
@@ -84,16 +84,19 @@ def _find_row(tile, row, start, slot, seq_len, num_kv_heads, TILE: tl.constexpr)
 
 @triton.jit
 def _blocks(table, first, end, BLOCK_SIZE: tl.constexpr, WARPS: tl.constexpr, WARP_TOKENS: tl.constexpr):
-    """Cache blocks [WARPS, WARP_TOKENS] of the tokens first, first + 1, ..., `first` being a multiple of WARP_TOKENS.
+    """Cache blocks of the tokens first, first + 1, ..., `first` being a multiple of WARP_TOKENS.
+
+    [WARPS, WARP_TOKENS], or [WARPS, 1] where a warp's tokens lie in one block.
 
     Tokens from `end` on get the block of the token end - 1: no table entry behind it is read.
     """
     start = first + tl.arange(0, WARPS) * WARP_TOKENS
-    lane = tl.arange(0, WARP_TOKENS)
-    block = tl.zeros([WARPS, WARP_TOKENS], tl.int32)
-    for page in tl.static_range((WARP_TOKENS + BLOCK_SIZE - 1) // BLOCK_SIZE):
-        entry = tl.minimum(start + page * BLOCK_SIZE, end - 1) // BLOCK_SIZE
-        block = tl.where((lane // BLOCK_SIZE == page)[None, :], tl.load(table + entry)[:, None], block)
+    block = tl.load(table + tl.minimum(start, end - 1) // BLOCK_SIZE)[:, None]
+    if BLOCK_SIZE < WARP_TOKENS:
+        lane = tl.arange(0, WARP_TOKENS)[None, :]
+        for page in tl.static_range(1, WARP_TOKENS // BLOCK_SIZE):
+            entry = tl.minimum(start + page * BLOCK_SIZE, end - 1) // BLOCK_SIZE
+            block = tl.where(lane // BLOCK_SIZE == page, tl.load(table + entry)[:, None], block)
     return block
 
 
@@ -127,7 +130,6 @@ def _attend(
     WARPS: tl.constexpr,
     WARP_TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """Mean of V over the tokens [start, end), [BLOCK_M, HEAD_DIM], and log2 of the softmax denominator, [BLOCK_M].
 
@@ -137,15 +139,16 @@ def _attend(
     peak = tl.full([WARPS, BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([WARPS, BLOCK_M], tl.float32)
     mean = tl.zeros([WARPS, BLOCK_M, HEAD_DIM], tl.float32)
-    offset = tl.arange(0, WARPS)[:, None] * WARP_TOKENS + tl.arange(0, WARP_TOKENS)[None, :]
+    warp_start = tl.arange(0, WARPS)[:, None] * WARP_TOKENS
+    lane = tl.arange(0, WARP_TOKENS)[None, :]
+    in_block = (lane % BLOCK_SIZE * HEAD_DIM)[:, :, None] + tl.arange(0, HEAD_DIM)[None, None, :]
     # The table is read a step ahead by hand: the pipeliner would halve the stages of K and V to fit it in.
     for first in range(start, end, WARPS * WARP_TOKENS):
-        live = first + offset < end
-        block = next_block.to(tl.int64) if WIDE else next_block
-        rows = (block * cache_stride_block + (first + offset) % BLOCK_SIZE * HEAD_DIM)[:, :, None]
+        live = first + warp_start + lane < end
+        offset = next_block.to(tl.int64) * cache_stride_block + (first + warp_start) % BLOCK_SIZE * HEAD_DIM
         next_block = _blocks(table, first + WARPS * WARP_TOKENS, end, BLOCK_SIZE, WARPS, WARP_TOKENS)
-        k = tl.load(k_head + rows, mask=live[:, :, None], other=0.0)
-        v = tl.load(v_head + rows, mask=live[:, :, None], other=0.0)
+        k = tl.load(k_head + offset[:, :, None] + in_block, mask=live[:, :, None], other=0.0)
+        v = tl.load(v_head + offset[:, :, None] + in_block, mask=live[:, :, None], other=0.0)
         scores = tl.dot(query, tl.permute(k.to(DOT_DTYPE), (0, 2, 1)), input_precision="ieee")
         scores = tl.where(live[:, None, :], scores * scale_log2, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 2))
@@ -233,7 +236,6 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """partial_mean [programs, 2, GROUP, HEAD_DIM] and partial_lse [programs, 2, GROUP] hold what programs leave of the
     items they share: 0 of one at the beginning of the program's share, 1 of one that starts later.
@@ -283,8 +285,8 @@ def _decode_kernel(
         )
         mean, lse = _attend(
             tl.broadcast_to(query.to(DOT_DTYPE)[None, :, :], [WARPS, BLOCK_M, HEAD_DIM]),
-            k_cache + kv_head * cache_stride_head + dims[None, None, :],
-            v_cache + kv_head * cache_stride_head + dims[None, None, :],
+            k_cache + kv_head * cache_stride_head,
+            v_cache + kv_head * cache_stride_head,
             table,
             blocks,
             start,
@@ -297,7 +299,6 @@ def _decode_kernel(
             WARPS,
             WARP_TOKENS,
             DOT_DTYPE,
-            WIDE,
         )
         item_out = out + row * out_stride_row + kv_head * GROUP * out_stride_head
         if tile_end - tile == row_tiles:
@@ -398,7 +399,6 @@ def decode_attention(
         ROWS=_ROWS_PER_WARP * shares.warps,
         LANES=max(1, shares.warps * _LANE_VALUES // (members * head_dim)),
         DOT_DTYPE=dot_dtype(q.dtype),
-        WIDE=needs_wide_offsets(k_cache),
         num_warps=shares.warps,
         num_stages=max(2, min(shares.stages, _STAGE_BYTES // stage_bytes + 1)),
     )
