@@ -14,6 +14,7 @@ cuBLAS on 8192 x 8192 x 8192 in bf16.
 
 import argparse
 import math
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from qwen_engine import kernels
 from qwen_engine.kernels import gpu, reference
 
 DTYPE = torch.bfloat16
@@ -217,42 +219,121 @@ def bench_embedding(table: Table) -> None:
         )
 
 
-def bench_decode(table: Table) -> None:
-    shapes = (
-        (1, 4096, 64, 8),
-        (1, 4096, 32, 4),
-        (1, 40960, 32, 4),
-        (2, 8192, 32, 4),
-        (16, 4096, 32, 4),
-        (16, 16384, 64, 8),
-        (64, 1024, 32, 4),
-        (64, 4096, 64, 8),
-        (256, 1024, 32, 4),
-        (256, 1024, 16, 8),
-    )
-    head_dim = 128
-    for rows, length, heads, kv_heads in shapes:
-        moved = 2 * rows * length * kv_heads * head_dim * 2
-        copies = rotation(moved)
-        cache = make_cache(copies * rows, length, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16)
-        q = normal(rows, heads, head_dim)
-        seq_lens = int32([length] * rows)
-        out = torch.empty_like(q)
+HEAD_DIM = 128
+MAX_CONTEXT_BLOCKS = 40960 // 16  # a row of the block table, as in an engine whose contexts may be that long
 
-        tables, bounds = (q, *cache.tensors), (seq_lens, head_dim**-0.5, length, out)
-        turns = torch.arange(copies * rows, device=DEVICE).int().view(copies, rows)
-        wide = reference.decode_attention(
-            q[:1].float(), *cache.tensors, turns[0, :1], seq_lens[:1], head_dim**-0.5, length
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Lengths of the rows, 0 for padding, and heads of 128 in bf16."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+
+    @property
+    def shape(self) -> str:
+        return f"{self.name}, heads {self.heads}/{self.kv_heads}"
+
+    @property
+    def moved(self) -> int:
+        """Bytes of K and V."""
+        return 2 * sum(self.lengths) * self.kv_heads * HEAD_DIM * 2
+
+
+def even(rows: int, length: int, heads: int, kv_heads: int) -> DecodeBatch:
+    return DecodeBatch(f"{rows} x {length}", (length,) * rows, heads, kv_heads)
+
+
+def mixed(rows: int, shortest: int, longest: int, heads: int, kv_heads: int) -> DecodeBatch:
+    rng = random.Random(rows)
+    lengths = tuple(int(shortest * (longest / shortest) ** rng.random()) for _ in range(rows))
+    return DecodeBatch(f"{rows} of {shortest}-{longest}", lengths, heads, kv_heads)
+
+
+DECODE_BATCHES = (
+    even(1, 640, 32, 4),
+    even(1, 4096, 64, 8),
+    even(1, 4096, 32, 4),
+    even(1, 40960, 32, 4),
+    even(2, 8192, 32, 4),
+    DecodeBatch("5 x 4096 and 3 of padding", (4096,) * 5 + (0,) * 3, 32, 4),
+    even(8, 512, 32, 8),
+    even(16, 1024, 32, 8),
+    even(16, 4096, 32, 4),
+    even(16, 16384, 64, 8),
+    even(64, 1024, 32, 4),
+    even(64, 4096, 64, 8),
+    even(256, 1024, 32, 4),
+    even(256, 1024, 16, 8),
+    mixed(8, 128, 16384, 32, 4),
+    mixed(64, 256, 16384, 32, 4),
+    mixed(64, 256, 16384, 64, 8),
+    mixed(256, 64, 4096, 16, 8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTensors:
+    """A batch over enough copies of its KV to sweep past the L2; `copies`: the slots of each."""
+
+    q: torch.Tensor
+    cache: Cache
+    copies: list[torch.Tensor]
+    seq_lens: torch.Tensor
+    tile_starts: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: DecodeBatch) -> "DecodeTensors":
+        needed = [math.ceil(length / 16) for length in batch.lengths]
+        copies = rotation(batch.moved)
+        cache = make_cache(1, copies * sum(needed) * 16, num_kv_heads=batch.kv_heads, head_dim=HEAD_DIM, block_size=16)
+        tables = torch.zeros(copies * len(needed), MAX_CONTEXT_BLOCKS, dtype=torch.int32, device=DEVICE)
+        for row, blocks in enumerate(cache.block_tables[0].split(needed * copies)):
+            tables[row, : len(blocks)] = blocks
+        slots = torch.arange(len(tables), dtype=torch.int32, device=DEVICE).view(copies, -1)
+        seq_lens = int32(list(batch.lengths))
+        slots[:, seq_lens == 0] = -1
+        return cls(
+            normal(len(needed), batch.heads, HEAD_DIM),
+            Cache(cache.k, cache.v, tables),
+            list(slots),
+            seq_lens,
+            kernels.kv_tile_starts(seq_lens),
+            torch.zeros(len(needed), batch.kv_heads, dtype=torch.int32, device=DEVICE),
         )
+
+    def run(self, slots: torch.Tensor, **options: object) -> torch.Tensor:
+        lengths = (self.seq_lens, self.tile_starts, self.arrivals)
+        return gpu.decode_attention(self.q, *self.cache.tensors, slots, *lengths, HEAD_DIM**-0.5, **options)
+
+    def calls(self, **options: object) -> list[Callable[[], object]]:
+        """Enough that the launch of the graph does not count."""
+        turns = self.copies * math.ceil(32 / len(self.copies))
+        return [partial(self.run, slots, **options) for slots in turns]
+
+    def error(self, **options: object) -> float:
+        """Of the longest row."""
+        row = int(self.seq_lens.argmax())
+        one = slice(row, row + 1)
+        lengths = (self.seq_lens[one], self.tile_starts, self.arrivals)
+        expected = reference.decode_attention(
+            self.q[one].float(), *self.cache.tensors, self.copies[0][one], *lengths, HEAD_DIM**-0.5
+        )
+        return relative_error(self.run(self.copies[0], **options)[one], expected)
+
+
+def bench_decode(table: Table) -> None:
+    for batch in DECODE_BATCHES:
+        tensors = DecodeTensors.of(batch)
         table.row(
             "decode_attention",
-            f"{rows} x {length}, heads {heads}/{kv_heads}",
-            error=relative_error(gpu.decode_attention(*tables, turns[0], *bounds)[:1], wide),
-            calls=[partial(gpu.decode_attention, *tables, slots, *bounds) for slots in turns],
-            moved=moved,
-            beside={
-                "one split": [partial(gpu.decode_attention, *tables, slots, *bounds, num_splits=1) for slots in turns]
-            },
+            batch.shape,
+            error=tensors.error(),
+            calls=tensors.calls(),
+            moved=batch.moved,
         )
 
 
