@@ -4,11 +4,15 @@
 
 Times every choice on the decode batches of `benchmarks/kernels.py` (CUDA-graph replays past the L2). Prints the best
 ones of each batch, and for each choice its loss against the best of each batch: the mean over the batches with few
-items (rows times KV heads), with many and over all, and the largest. --only N: batches of N rows.
+items (rows times KV heads), with many and over all, and the largest. --only N: batches of N rows. Many processes
+compile the kernels first, into Triton's cache.
 """
 
 import argparse
+import concurrent.futures
 import itertools
+import multiprocessing
+import os
 import statistics
 
 from kernels import DECODE_BATCHES, MAX_ERROR, DecodeBatch, DecodeTensors, time_us
@@ -38,6 +42,28 @@ def brief(shares: Shares) -> str:
         f"{shares.warps} warps x {shares.warp_tokens} tokens, {shares.stages} stages, "
         f"{shares.programs_per_sm} per SM, from {shares.min_tokens}"
     )
+
+
+def run_once(batch: DecodeBatch, shares: Shares) -> None:
+    DecodeTensors.of(batch).calls(shares=shares)[0]()
+
+
+def compile_all(batches: list[DecodeBatch]) -> None:
+    """Compiles every choice for the head counts of these batches, in as many processes as fit."""
+    smallest = {}
+    for batch in sorted(batches, key=lambda batch: -sum(batch.lengths)):
+        smallest[batch.heads, batch.kv_heads] = batch
+    context = multiprocessing.get_context("spawn")
+    num_processes = max(1, min(24, (os.cpu_count() or 1) - 2))
+    with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        jobs = [
+            pool.submit(run_once, batch, shares)
+            for batch in smallest.values()
+            for shares in CHOICES
+            if shares.min_tokens == CHOICES[0].min_tokens
+        ]
+        for job in jobs:
+            job.result()
 
 
 def tune(batch: DecodeBatch, replays: int) -> dict[Shares, float]:
@@ -79,6 +105,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="batches of this many rows")
     options = parser.parse_args()
     batches = [batch for batch in DECODE_BATCHES if options.only in (None, len(batch.lengths))]
+    compile_all(batches)
     print_losses({batch: tune(batch, options.replays) for batch in batches})
 
 

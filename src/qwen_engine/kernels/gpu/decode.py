@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, dot_dtype, num_sms
+from qwen_engine.kernels.gpu.common import LOG2_E, dot_dtype, num_sms, pdl_options, wait_for_inputs
 from qwen_engine.kernels.reference import KV_TILE_TOKENS
 
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
@@ -236,10 +236,12 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """partial_mean [programs, 2, GROUP, HEAD_DIM] and partial_lse [programs, 2, GROUP] hold what programs leave of the
     items they share: 0 of one at the beginning of the program's share, 1 of one that starts later.
     """
+    wait_for_inputs(PDL)
     program = tl.program_id(0)
     # Loaded beside their sum, so that the first K comes after three loads in a row: these, the block table, K.
     known_rows, known_starts, known_slots, known_lens = _load_rows(0, tile_starts, slots, seq_lens, rows, ROWS)
@@ -401,5 +403,6 @@ def decode_attention(
         DOT_DTYPE=dot_dtype(q.dtype),
         num_warps=shares.warps,
         num_stages=max(2, min(shares.stages, _STAGE_BYTES // stage_bytes + 1)),
+        **pdl_options(q.device),
     )
     return out
