@@ -6,8 +6,9 @@ There is no flag and no barrier: an empty word is 0, and a word of data that is 
 halves of -0.0. A program pushes before it polls, and polls for rows that the peers' programs push in the same order, so
 it makes no difference how many programs run at once.
 
-Words are polled and stored by inline PTX: volatile, so that they go past the L1 and in the order written, and in one
-thread, so that no word is emptied before it was read.
+Words are pushed and polled by inline PTX, volatile, so that they go past the L1 and in the order written. The compiler
+is free to poll a word in two threads, to have it where two layouts want it: so words are emptied behind a barrier, and
+`_scattered` leaves it no reason to.
 """
 
 import torch
@@ -32,7 +33,7 @@ _PUSH = tl.constexpr("""
 """)
 
 # Four words at once, so that their reads overlap. $0-$3 words, $4-$7 their addresses, $8 the address of the abort flag.
-_TAKE = tl.constexpr("""
+_POLL = tl.constexpr("""
 {
     .reg .pred %done, %p0, %p1, %p2, %p3;
     .reg .b32 %least, %tries;
@@ -54,7 +55,7 @@ poll:
     min.u32 %least, %least, $2;
     min.u32 %least, %least, $3;
     setp.ne.u32 %done, %least, 0;
-    @%done bra empty;
+    @%done bra there;
     add.u32 %tries, %tries, 1;
     and.b32 %least, %tries, 4095;
     setp.ne.u32 %done, %least, 0;
@@ -62,13 +63,16 @@ poll:
     ld.volatile.global.b32 %least, [$8];
     setp.eq.u32 %done, %least, 0;
     @%done bra poll;
-empty:
-    @%p0 st.volatile.global.b32 [$4], 0;
-    @%p1 st.volatile.global.b32 [$5], 0;
-    @%p2 st.volatile.global.b32 [$6], 0;
-    @%p3 st.volatile.global.b32 [$7], 0;
+there:
 }
 """)
+
+
+@triton.jit
+def _scattered(columns):
+    """The same numbers, but the compiler cannot see that they are consecutive: all accesses are of a word a thread, in
+    one layout, which is coalesced all the same."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [columns], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -77,9 +81,9 @@ def _push(addresses, words):
 
 
 @triton.jit
-def _take(addresses, abort_address):
+def _poll(addresses, abort_address):
     return tl.inline_asm_elementwise(
-        _TAKE,
+        _POLL,
         "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l",
         [addresses, abort_address + tl.zeros_like(addresses)],
         dtype=tl.int32,
@@ -131,7 +135,7 @@ def _push_add_rms_norm_kernel(
 ):
     """x, residual, weight and out are seen as int32 words; site_word: index of the site's first word."""
     wait_for_inputs(PDL)
-    column = tl.arange(0, BLOCK)
+    column = _scattered(tl.arange(0, BLOCK))
     inside = column < row_words
     word = tl.program_id(0).to(tl.int64) * row_words + column
     own = tl.load(x + word, mask=inside, other=0)
@@ -148,10 +152,15 @@ def _push_add_rms_norm_kernel(
         part = own
         if sender != RANK:
             source = addresses[RANK] + (site_word + sender * INBOX_WORDS + word) * 4
-            part = _take(tl.where(inside, source, _MASKED), abort_address)
+            part = _poll(tl.where(inside, source, _MASKED), abort_address)
         part_low, part_high = _unpacked(tl.where(inside, part, 0), DTYPE)
         low += part_low
         high += part_high
+    tl.debug_barrier()
+    for sender in tl.static_range(SIZE):
+        if sender != RANK:
+            source = addresses[RANK] + (site_word + sender * INBOX_WORDS + word) * 4
+            tl.store(source.to(tl.pointer_type(tl.int32), bitcast=True), 0, mask=inside)
     residual_low, residual_high = _unpacked(residual_words, DTYPE)
     low += residual_low
     high += residual_high
@@ -182,7 +191,7 @@ def push_add_rms_norm(
     words = [tensor.view(torch.int32) for tensor in (x, residual, weight, out)]
     row_words = words[0].shape[1]
     inbox_words, size = inbox_bytes // 4, len(addresses)
-    # With four words a thread none is taken by two threads, and the polls of all four are one.
+    # Four words for every thread, as many as are polled at once.
     block = max(triton.next_power_of_2(row_words), _MIN_BLOCK)
     _push_add_rms_norm_kernel[(x.shape[0],)](
         *words,
