@@ -23,7 +23,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from qwen_engine import kernels
 from qwen_engine.kernels import gpu, reference
 
 DTYPE = torch.bfloat16
@@ -220,7 +219,7 @@ def bench_embedding(table: Table) -> None:
 
 
 HEAD_DIM = 128
-MAX_CONTEXT_BLOCKS = 40960 // 16  # a row of the block table, as in an engine whose contexts may be that long
+MAX_CONTEXT = 40960  # the bound that an engine with contexts this long gives to its graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +281,13 @@ class DecodeTensors:
     cache: Cache
     copies: list[torch.Tensor]
     seq_lens: torch.Tensor
-    tile_starts: torch.Tensor
-    arrivals: torch.Tensor
 
     @classmethod
     def of(cls, batch: DecodeBatch) -> "DecodeTensors":
         needed = [math.ceil(length / 16) for length in batch.lengths]
         copies = rotation(batch.moved)
         cache = make_cache(1, copies * sum(needed) * 16, num_kv_heads=batch.kv_heads, head_dim=HEAD_DIM, block_size=16)
-        tables = torch.zeros(copies * len(needed), MAX_CONTEXT_BLOCKS, dtype=torch.int32, device=DEVICE)
+        tables = torch.zeros(copies * len(needed), MAX_CONTEXT // 16, dtype=torch.int32, device=DEVICE)
         for row, blocks in enumerate(cache.block_tables[0].split(needed * copies)):
             tables[row, : len(blocks)] = blocks
         slots = torch.arange(len(tables), dtype=torch.int32, device=DEVICE).view(copies, -1)
@@ -301,28 +298,24 @@ class DecodeTensors:
             Cache(cache.k, cache.v, tables),
             list(slots),
             seq_lens,
-            kernels.kv_tile_starts(seq_lens),
-            torch.zeros(len(needed), batch.kv_heads, dtype=torch.int32, device=DEVICE),
         )
 
-    def run(self, slots: torch.Tensor, **options: object) -> torch.Tensor:
-        lengths = (self.seq_lens, self.tile_starts, self.arrivals)
-        return gpu.decode_attention(self.q, *self.cache.tensors, slots, *lengths, HEAD_DIM**-0.5, **options)
+    def run(self, slots: torch.Tensor) -> torch.Tensor:
+        bounds = (self.seq_lens, HEAD_DIM**-0.5, MAX_CONTEXT)
+        return gpu.decode_attention(self.q, *self.cache.tensors, slots, *bounds)
 
-    def calls(self, **options: object) -> list[Callable[[], object]]:
+    def calls(self) -> list[Callable[[], object]]:
         """Enough that the launch of the graph does not count."""
         turns = self.copies * math.ceil(32 / len(self.copies))
-        return [partial(self.run, slots, **options) for slots in turns]
+        return [partial(self.run, slots) for slots in turns]
 
-    def error(self, **options: object) -> float:
+    def error(self) -> float:
         """Of the longest row."""
         row = int(self.seq_lens.argmax())
         one = slice(row, row + 1)
-        lengths = (self.seq_lens[one], self.tile_starts, self.arrivals)
-        expected = reference.decode_attention(
-            self.q[one].float(), *self.cache.tensors, self.copies[0][one], *lengths, HEAD_DIM**-0.5
-        )
-        return relative_error(self.run(self.copies[0], **options)[one], expected)
+        bounds = (self.seq_lens[one], HEAD_DIM**-0.5, MAX_CONTEXT)
+        expected = reference.decode_attention(self.q[one].float(), *self.cache.tensors, self.copies[0][one], *bounds)
+        return relative_error(self.run(self.copies[0])[one], expected)
 
 
 def bench_decode(table: Table) -> None:

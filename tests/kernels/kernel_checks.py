@@ -5,12 +5,10 @@ poisoned before every call, and every cache row and table entry that must not be
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -207,8 +205,9 @@ def check_attention(
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
+    num_splits: int | None = None,
+    max_seq_len: int | None = None,
     decode: bool = False,
-    **options: Any,
 ) -> None:
     """Attention over pages for (query_lens[r], seq_lens[r]); decode calls decode_attention, else prefill_attention."""
     num_heads, num_kv_heads = heads
@@ -233,14 +232,8 @@ def check_attention(
     caches = (pages.k_cache, pages.v_cache, pages.block_tables, pages.slots)
     with poisoned_allocations():
         if decode:
-            arrivals = torch.zeros(tokens, num_kv_heads, dtype=torch.int32, device=device)
-            arguments = (q, *caches, lengths, reference.kv_tile_starts(lengths), arrivals, scale, out)
-            result = impl.decode_attention(*arguments, **options)
-            assert not arrivals.any()
-            first_bits = out.clone()
-            out.fill_(NAN)
-            impl.decode_attention(*arguments, **options)
-            assert torch.equal(out, first_bits)
+            bound = max_seq_len or max(seq_lens)
+            result = impl.decode_attention(q, *caches, lengths, scale, bound, out, num_splits=num_splits)
         else:
             result = impl.prefill_attention(
                 q, *caches, query_start, lengths, scale, max(query_lens), max(seq_lens), out
@@ -263,9 +256,9 @@ def check_decode(
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
-    **options: Any,
+    num_splits: int | None = None,
+    max_seq_len: int | None = None,
 ) -> None:
-    """Twice, with the same bits. options: `shares` of the GPU implementation."""
     check_attention(
         impl,
         device,
@@ -275,8 +268,9 @@ def check_decode(
         heads=heads,
         head_dim=head_dim,
         block_size=block_size,
+        num_splits=num_splits,
+        max_seq_len=max_seq_len,
         decode=True,
-        **options,
     )
 
 
@@ -609,13 +603,10 @@ def check_decode_inputs(impl: ModuleType, device: str, rows: int) -> None:
     slots[1::3] = -1
     positions, seq_lens = (torch.full((rows + 2,), 2**30, dtype=torch.int32, device=device) for _ in range(2))
     before = num_tokens.clone()
-    tile_starts = torch.full((rows + 3,), 2**30, dtype=torch.int32, device=device)
-    impl.decode_inputs(slots, num_tokens, positions[:rows], seq_lens[:rows], tile_starts[: rows + 1])
+    impl.decode_inputs(slots, num_tokens, positions[:rows], seq_lens[:rows])
     lengths = [0 if slot < 0 else int(before[slot]) for slot in slots.tolist()]
     assert seq_lens.tolist() == [*lengths, 2**30, 2**30]
     assert positions.tolist() == [*(max(length - 1, 0) for length in lengths), 2**30, 2**30]
-    tiles = [math.ceil(length / reference.KV_TILE_TOKENS) for length in lengths]
-    assert tile_starts.tolist() == [0, *itertools.accumulate(tiles), 2**30, 2**30]
     assert torch.equal(num_tokens, before)
 
 
@@ -733,16 +724,6 @@ LARGE_ROWS = ((1, 5120), (37, 4096), (64, 12800), (513, 1024))
 HEADS = ((2, 2), (4, 2), (3, 1), (8, 2), (5, 1), (6, 1), (7, 1), (8, 1), (16, 1))
 # Around blocks of 8 and 16 and KV tiles of 32 to 128; 0 is padding.
 SEQ_LENS = ([1], [7, 8, 9], [15, 0, 16, 17], [31, 32, 33], [63, 1, 64, 65], [127, 128, 0, 129])
-# Decode batches whose rows share programs and are shared by them in many ways: one long row, long beside short, padding
-# between live rows, a row of one token, more rows than the interpreter's programs.
-MIXED_LENS = (
-    [1000],
-    [3, 0, 900, 0, 64, 1, 129],
-    [1, 0, 1, 700, 0],
-    [0, 0, 65, 0],
-    [200, 200, 200],
-    [*range(1, 200, 20), 0, 500, 0],
-)
 # (query_len, seq_len): whole prompts, chunks behind a cached prefix, single tokens, padding, all in one batch.
 SPANS = (
     [(1, 1)],

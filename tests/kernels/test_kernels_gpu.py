@@ -13,13 +13,11 @@ if not torch.cuda.is_available():
 from qwen_engine import kernels  # noqa: E402
 from qwen_engine.kernels import gpu, reference  # noqa: E402
 from qwen_engine.kernels.gpu import tiled_linear  # noqa: E402
-from qwen_engine.kernels.gpu.decode import Shares  # noqa: E402
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 head_shapes = pytest.mark.parametrize(
     ("head_dim", "block_size"), [(64, 16), (128, 8), (128, 16), (128, 128)], ids=lambda v: str(v)
 )
-MANY_PROGRAMS = Shares(warps=1, programs_per_sm=8, min_tokens=64)
 REAL_HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (32, 4))
 
 
@@ -54,8 +52,8 @@ def test_rope_writes_only_the_pages_of_live_tokens(dtype, heads, head_dim, block
 @pytest.mark.parametrize("heads", checks.HEADS[::2], ids=str)
 def test_attention_around_block_and_tile_edges_equals_fp64(dtype, heads, head_dim, block_size):
     for seq_lens in checks.SEQ_LENS:
-        for shares in (None, MANY_PROGRAMS):
-            checks.check_decode(gpu, "cuda", dtype, seq_lens, heads, head_dim, block_size, shares=shares)
+        for num_splits in (None, 1, 3):
+            checks.check_decode(gpu, "cuda", dtype, seq_lens, heads, head_dim, block_size, num_splits)
     for spans in checks.SPANS:
         checks.check_prefill(gpu, "cuda", dtype, spans, heads, head_dim, block_size)
 
@@ -72,43 +70,8 @@ def test_attention_takes_other_head_sizes(dtype, head_dim):
 @pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
 @pytest.mark.parametrize(("batch", "longest"), [(1, 4096), (3, 40960), (16, 16384), (64, 4096)])
 def test_decode_attention_over_long_contexts_equals_fp64(dtype, heads, batch, longest):
-    for shares in (None, MANY_PROGRAMS):
-        checks.check_decode(gpu, "cuda", dtype, lengths(batch, longest), heads, 128, 16, shares=shares)
-
-
-any_shares = pytest.mark.parametrize("shares", [None, MANY_PROGRAMS], ids=["default", "many-programs"])
-
-
-@any_shares
-@pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
-def test_decode_attention_shares_out_any_mixture_of_lengths(heads, shares):
-    for seq_lens in checks.MIXED_LENS:
-        for head_dim, block_size in ((128, 8), (128, 32), (64, 16)):
-            checks.check_decode(gpu, "cuda", torch.bfloat16, seq_lens, heads, head_dim, block_size, shares=shares)
-
-
-@any_shares
-def test_decode_attention_takes_1000_rows_with_padding_between_them(shares):
-    seq_lens = lengths(1000, 5000)
-    seq_lens[3::7] = [0] * len(seq_lens[3::7])
-    checks.check_decode(gpu, "cuda", torch.bfloat16, seq_lens, (16, 8), 128, 16, shares=shares)
-
-
-def test_decode_attention_has_the_same_bits_every_time():
-    """Which program arrives last changes from call to call, and two calls in a row share the counters."""
-    rng = checks.generator("cuda", 3)
-    seq_lens = [4000, 1, 0, 17000, 900]
-    pages = checks.make_pages(rng, seq_lens, num_kv_heads=4, head_dim=128, block_size=16, dtype=torch.bfloat16)
-    for cache in (pages.k_cache, pages.v_cache):
-        cache.normal_(generator=rng)
-    q = checks.normal(rng, len(seq_lens), 32, 128, dtype=torch.bfloat16)
-    lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
-    tables = (pages.k_cache, pages.v_cache, pages.block_tables, pages.slots)
-    arrivals = torch.zeros(len(seq_lens), 4, dtype=torch.int32, device="cuda")
-    arguments = (q, *tables, lengths, kernels.kv_tile_starts(lengths), arrivals, 0.1)
-    first = gpu.decode_attention(*arguments)
-    for _ in range(300):
-        assert torch.equal(gpu.decode_attention(*arguments), first)
+    for num_splits in (None, 1):
+        checks.check_decode(gpu, "cuda", dtype, lengths(batch, longest), heads, 128, 16, num_splits)
 
 
 @dtypes
@@ -142,9 +105,7 @@ def test_attention_reaches_pages_past_2_to_the_31_elements():
     seq_lens = slots + length
     query_start = torch.tensor([0, length], dtype=torch.int32, device="cuda")
     out = gpu.prefill_attention(q, k_cache, v_cache, table, slots, query_start, seq_lens, 0.1, length, length)
-    arrivals = torch.zeros(1, heads, dtype=torch.int32, device="cuda")
-    tile_starts = kernels.kv_tile_starts(seq_lens)
-    last = gpu.decode_attention(q[-1:], k_cache, v_cache, table, slots, seq_lens, tile_starts, arrivals, 0.1)
+    last = gpu.decode_attention(q[-1:], k_cache, v_cache, table, slots, seq_lens, 0.1, length)
     k, v = (cache[-used:].transpose(1, 2).flatten(0, 1)[:length].double() for cache in (k_cache, v_cache))
     expected = checks.naive_attention(q.double(), k, v, 0.1)
     checks.assert_close(gpu, out, expected)
@@ -176,6 +137,11 @@ def test_cgr_01_decode_inputs_and_advance_leave_padding_alone(rows):
     checks.check_advance(gpu, "cuda", rows)
 
 
+@pytest.mark.parametrize("max_seq_len", [64, 300, 40960])
+def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
+    checks.check_decode(gpu, "cuda", torch.float32, [1, 64, 0, 33], (4, 2), 64, 16, max_seq_len=max_seq_len)
+
+
 def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
     checks.check_greedy_ties_and_masks(gpu, "cuda")
 
@@ -201,6 +167,20 @@ def test_sampled_tokens_equal_those_of_the_reference():
 @pytest.mark.parametrize(("tokens", "rows", "columns"), [*checks.PRODUCTS, (64, 1024, 4096), (1, 5120, 12800)])
 def test_tiled_products_equal_their_formula(dtype, tokens, rows, columns):
     checks.check_tiled_products(tiled_linear, "cuda", dtype, tokens, rows, columns)
+
+
+@pytest.mark.parametrize(("kind", "num_rows", "num_columns"), tiled_linear.TUNED)
+def test_tuned_products_agree_with_cublas(kind, num_rows, num_columns):
+    weight = torch.randn(num_rows, num_columns, device="cuda", dtype=torch.bfloat16) * num_columns**-0.5
+    for rows in tiled_linear.TUNED[kind, num_rows, num_columns]:
+        x = torch.randn(rows, num_columns, device="cuda", dtype=torch.bfloat16)
+        product = torch.nn.functional.linear(x, weight)
+        if kind == "linear":
+            actual, expected = kernels.linear(x, weight), product
+        else:
+            actual, expected = kernels.gated_linear(x, weight), gpu.silu_mul(product)
+        error = (actual.double() - expected.double()).norm() / expected.double().norm()
+        assert error < 6e-3
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65])
@@ -270,31 +250,24 @@ def test_cuda_tensors_are_dispatched_to_triton():
 
 
 def test_a_captured_decode_follows_lengths_that_change_on_the_device():
+    """The grid comes from the host's bound, the lengths from the device, so one graph serves every length below it."""
     rng = checks.generator("cuda", 9)
-    pages = checks.make_pages(rng, [4096, 4096], num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
+    pages = checks.make_pages(rng, [512, 512], num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
     dense = []
     for row in range(2):
-        blocks, rows = checks.cache_rows(pages, row, 4096)
-        k, v = (checks.normal(rng, 4096, 2, 64, dtype=torch.float32) for _ in range(2))
+        blocks, rows = checks.cache_rows(pages, row, 512)
+        k, v = (checks.normal(rng, 512, 2, 64, dtype=torch.float32) for _ in range(2))
         pages.k_cache[blocks, :, rows], pages.v_cache[blocks, :, rows] = k, v
         dense.append((k.double(), v.double()))
     q = checks.normal(rng, 2, 8, 64, dtype=torch.float32)
-    num_tokens = torch.ones(len(pages.block_tables), dtype=torch.int32, device="cuda")
-    positions, seq_lens, starts = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (2, 2, 3))
-    tables = (pages.k_cache, pages.v_cache, pages.block_tables, pages.slots)
-
-    arrivals = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
-
-    def step() -> torch.Tensor:
-        gpu.decode_inputs(pages.slots, num_tokens, positions, seq_lens, starts)
-        return gpu.decode_attention(q, *tables, seq_lens, starts, arrivals, 0.125)
-
-    step()
+    seq_lens = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
+    arguments = (q, pages.k_cache, pages.v_cache, pages.block_tables, pages.slots, seq_lens, 0.125, 512)
+    gpu.decode_attention(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step()
-    for pair in ([512, 3], [64, 65], [1, 300], [4096, 2000]):
-        num_tokens[pages.slots.long()] = torch.tensor(pair, dtype=torch.int32, device="cuda")
+        out = gpu.decode_attention(*arguments)
+    for pair in ([512, 3], [64, 65], [1, 300]):
+        seq_lens.copy_(torch.tensor(pair))
         graph.replay()
         for row, length in enumerate(pair):
             k, v = (t[:length] for t in dense[row])

@@ -1,7 +1,5 @@
 """The Triton kernels on the CPU, in Triton's interpreter, against fp64 formulas."""
 
-from functools import partial
-
 import kernel_checks as checks
 import pytest
 import torch
@@ -11,12 +9,10 @@ if torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
 
-from qwen_engine import kernels  # noqa: E402
 from qwen_engine.kernels import gpu, reference  # noqa: E402
 from qwen_engine.kernels.gpu import filters, tiled_linear  # noqa: E402
-from qwen_engine.kernels.gpu.decode import Shares  # noqa: E402
+from qwen_engine.kernels.gpu.decode import choose_num_splits, splits_to_fill  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
@@ -49,52 +45,13 @@ def test_rope_writes_only_the_pages_of_live_tokens(dtype, heads, head_dim, block
 
 @dtypes
 @pytest.mark.parametrize("seq_lens", checks.SEQ_LENS, ids=str)
-def test_decode_attention_equals_fp64(dtype, seq_lens):
-    checks.check_decode(gpu, "cpu", dtype, seq_lens, (4, 2), 64, 16)
-
-
-@pytest.mark.parametrize("seq_lens", checks.MIXED_LENS, ids=lambda lens: f"{len(lens)}-rows")
-@pytest.mark.parametrize(
-    "shares",
-    [
-        Shares(warps=4, min_tokens=64),
-        Shares(warps=1, programs_per_sm=3, min_tokens=64),
-        Shares(warps=2, warp_tokens=32, min_tokens=256),
-    ],
-    ids=["8-programs", "24-programs", "few-splits"],
-)
-def test_decode_attention_shares_out_any_mixture_of_lengths(seq_lens, shares):
-    checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, shares=shares)
-
-
-def test_decode_attention_finds_the_live_ones_of_1000_rows():
-    seq_lens = [0] * 1000
-    for row, length in ((0, 1), (255, 65), (256, 64), (600, 300), (999, 7)):
-        seq_lens[row] = length
-    checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (1, 1), 64, 16, shares=Shares(warps=4, min_tokens=64))
-
-
-@pytest.mark.parametrize("seq_lens", [[1000], [200, 200, 200]], ids=str)
-def test_decode_attention_has_the_same_bits_in_any_order_of_arrival(monkeypatch, seq_lens):
-    """The interpreter runs the programs of a grid one by one, so here the last to arrive is the first of the item."""
-    builder = interpreter.interpreter_builder
-    set_grid_idx = builder.set_grid_idx
-    rng = checks.generator("cpu", 5)
-    pages = checks.make_pages(rng, seq_lens, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
-    for cache in (pages.k_cache, pages.v_cache):
-        cache.normal_(generator=rng)
-    q, lengths = checks.normal(rng, len(seq_lens), 4, 64, dtype=torch.float32), torch.tensor(seq_lens).int()
-    call = partial(
-        gpu.decode_attention, q, pages.k_cache, pages.v_cache, pages.block_tables, pages.slots, lengths,
-        kernels.kv_tile_starts(lengths), torch.zeros(len(seq_lens), 2, dtype=torch.int32), 0.125,
-    )  # fmt: skip
-    in_order = call()
-    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_grid_idx(builder.grid_dim[0] - 1 - x, y, z))
-    assert torch.equal(call(), in_order)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_decode_attention_equals_fp64(dtype, seq_lens, num_splits):
+    checks.check_decode(gpu, "cpu", dtype, seq_lens, (4, 2), 64, 16, num_splits)
 
 
 @pytest.mark.parametrize("heads", checks.HEADS, ids=str)
-@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 8), (128, 32), (32, 64)])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 8), (32, 64)])
 def test_decode_attention_takes_any_group_head_and_block_size(heads, head_dim, block_size):
     checks.check_decode(gpu, "cpu", torch.float32, [130, 0, 70], heads, head_dim, block_size)
 
@@ -193,3 +150,24 @@ def test_cgr_01_decode_inputs_and_advance_leave_padding_alone(rows):
 @pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, vocab_start):
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
+
+
+def test_number_of_splits_fills_the_device_and_bounds_the_longest_program():
+    sms = 132
+    fill = splits_to_fill(1, 8, sms)
+    assert fill * 8 >= 3 * sms
+    # A graph's bound is the context limit; what a short row uses of the grid is decided on the device.
+    assert choose_num_splits(fill, 4096, 8) == choose_num_splits(fill, 40960, 8) == fill
+    assert splits_to_fill(256, 8, sms) == 1
+    assert choose_num_splits(1, 1024, 8) == 1
+    assert choose_num_splits(1, 16384, 8) == 8
+    assert choose_num_splits(1, 40960, 256 * 8) == 8  # not 20: most programs of such a grid have nothing to do
+    assert choose_num_splits(fill, 1, 8) == 1
+    assert choose_num_splits(fill, 0, 0) == 1
+    assert choose_num_splits(fill, 2**30, 8) == 128
+
+
+@pytest.mark.parametrize("max_seq_len", [64, 300, 4096])
+def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
+    """Short rows under a long bound: most of the grid has nothing to do, and its outputs stay unread."""
+    checks.check_decode(gpu, "cpu", torch.float32, [1, 64, 0, 33], (4, 2), 64, 16, max_seq_len=max_seq_len)

@@ -25,10 +25,7 @@ from qwen_engine.models.qwen3 import Qwen3Model
 
 
 class DecodeStep:
-    """Buffers for up to max_num_seqs rows. `kv_cache` is set before the first step.
-
-    arrivals: the counters of decode attention, for all steps of the engine, since these follow one another.
-    """
+    """Buffers for up to max_num_seqs rows. `kv_cache` is set before the first step."""
 
     def __init__(
         self,
@@ -38,6 +35,7 @@ class DecodeStep:
         *,
         sizes: Sequence[int],
         max_num_seqs: int,
+        max_model_len: int,
         dtype: torch.dtype,
     ) -> None:
         device = tables.device
@@ -47,13 +45,10 @@ class DecodeStep:
         self._model = model
         self._tables = tables
         self._sampler = sampler
+        self._max_model_len = max_model_len
         self._slots = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._tile_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self.arrivals = torch.zeros(
-            max_num_seqs, model.layers[0].self_attn.num_kv_heads, dtype=torch.int32, device=device
-        )
         self._logits = torch.zeros(max_num_seqs, model.lm_head.weight.shape[0], dtype=dtype, device=device)
         self._token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._batch: list[int] | None = None  # what `_slots` holds
@@ -103,16 +98,14 @@ class DecodeStep:
     def _forward(self, size: int) -> None:
         tables, slots = self._tables, self._slots[:size]
         positions, seq_lens = self._positions[:size], self._seq_lens[:size]
-        tile_starts = self._tile_starts[: size + 1]
-        kernels.decode_inputs(slots, tables.num_tokens, positions, seq_lens, tile_starts)
+        kernels.decode_inputs(slots, tables.num_tokens, positions, seq_lens)
         metadata = AttentionMetadata(
             token_slots=slots,
             positions=positions,
             block_tables=tables.block_tables,
             num_decodes=size,
             decode_seq_lens=seq_lens,
-            decode_tile_starts=tile_starts,
-            arrivals=self.arrivals,
+            max_decode_len=self._max_model_len,
             chunk_slots=slots[:0],
             query_start=slots[:0],
             chunk_seq_lens=slots[:0],

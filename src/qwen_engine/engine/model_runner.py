@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from qwen_engine import kernels
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.cuda_graphs import CudaGraphs
@@ -153,6 +152,7 @@ class ModelRunner:
             self.sampler,
             sizes=graph_sizes,
             max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             dtype=dtype,
         )
         self.kv_cache: torch.Tensor | None = None
@@ -333,20 +333,16 @@ class ModelRunner:
         offsets = np.cumsum(counts) - counts
         positions = np.arange(num_tokens) - np.repeat(offsets - starts, counts)
         query_start = np.append(offsets[num_decodes:], num_tokens) - num_decodes
-        tile_starts = kernels.kv_tile_starts(torch.from_numpy(ends[:num_decodes])).numpy()
-        parts = (token_slots, positions, ends, slots[num_decodes:], query_start, tile_starts)
+        parts = (token_slots, positions, ends, slots[num_decodes:], query_start)
         packed = self.tables.to_device(np.concatenate(parts).astype(np.int32))
-        device_slots, device_positions, device_ends, chunk_slots, device_starts, device_tile_starts = packed.split(
-            [len(part) for part in parts]
-        )
+        device_slots, device_positions, device_ends, chunk_slots, device_starts = packed.split([len(p) for p in parts])
         return AttentionMetadata(
             token_slots=device_slots,
             positions=device_positions,
             block_tables=self.tables.block_tables,
             num_decodes=num_decodes,
             decode_seq_lens=device_ends[:num_decodes],
-            decode_tile_starts=device_tile_starts,
-            arrivals=self.decode.arrivals,
+            max_decode_len=self.max_model_len,
             chunk_slots=chunk_slots,
             query_start=device_starts,
             chunk_seq_lens=device_ends[num_decodes:],

@@ -26,7 +26,7 @@ from qwen_engine.models.weights import fill_dummy_weights, load_weights, shardin
 
 logger = logging.getLogger(__name__)
 
-PEER_TEST_TIMEOUT_S = 30.0
+PEER_TEST_TIMEOUT_S = 20.0
 """Of the first sums through peer memory; the ranks may still be compiling the kernel."""
 
 

@@ -129,14 +129,6 @@ def qk_norm_rope_kv_write(
     )
 
 
-def kv_tile_starts(seq_lens: torch.Tensor) -> torch.Tensor:
-    """Before how many KV tiles each row of a decode batch starts: int32 [rows + 1], the last being their number.
-
-    seq_lens: integers [rows]. A row has ceil(seq_len / KV_TILE_TOKENS) tiles. Plain torch, on the device of seq_lens.
-    """
-    return reference.kv_tile_starts(seq_lens)
-
-
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -144,20 +136,20 @@ def decode_attention(
     block_tables: torch.Tensor,
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
-    tile_starts: torch.Tensor,
-    arrivals: torch.Tensor,
     scale: float,
+    max_seq_len: int,
     out: torch.Tensor | None = None,
+    *,
+    num_splits: int | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per row over the paged cache; gives [rows, num_heads, head_dim].
 
     q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows], tokens to attend to with the new one
-    included, 0 for padding. tile_starts: `kv_tile_starts` of them, by which the work is shared out; the same for all
-    layers of a step. arrivals: int32 [rows, num_kv_heads], counters of the GPU's programs, 0 before and after a call;
-    calls that may overlap in time need counters of their own.
+    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. num_splits: at most how many
+    programs share one row and KV head; chosen from shape and bound when None, and without meaning on the CPU.
     """
     return _backend(q).decode_attention(
-        q, k_cache, v_cache, block_tables, slots, seq_lens, tile_starts, arrivals, scale, out
+        q, k_cache, v_cache, block_tables, slots, seq_lens, scale, max_seq_len, out, num_splits=num_splits
     )
 
 
@@ -219,18 +211,14 @@ def lowest_kept(
 
 
 def decode_inputs(
-    slots: torch.Tensor,
-    num_tokens: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tile_starts: torch.Tensor,
+    slots: torch.Tensor, num_tokens: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor
 ) -> None:
-    """Write where each slot's newest token stands, how many tokens it attends to, and `kv_tile_starts` of these.
+    """Write where each slot's newest token stands and how many tokens it attends to.
 
-    slots, positions, seq_lens: int32 [rows]; tile_starts: int32 [rows + 1]; num_tokens: int32 [max_num_seqs], tokens
-    known of every slot, sampled ones included. Padding gets position 0 and length 0.
+    slots, positions, seq_lens: int32 [rows]; num_tokens: int32 [max_num_seqs], tokens known of every slot, sampled ones
+    included. Padding gets position 0 and length 0.
     """
-    _backend(slots).decode_inputs(slots, num_tokens, positions, seq_lens, tile_starts)
+    _backend(slots).decode_inputs(slots, num_tokens, positions, seq_lens)
 
 
 def advance(token_ids: torch.Tensor, slots: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from qwen_engine.request import GREEDY_TEMPERATURE
 
-KV_TILE_TOKENS = 64
 _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -87,11 +86,6 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def kv_tile_starts(seq_lens: torch.Tensor) -> torch.Tensor:
-    tiles = (seq_lens + KV_TILE_TOKENS - 1) // KV_TILE_TOKENS
-    return F.pad(tiles.cumsum(0), (1, 0)).to(torch.int32)
-
-
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -99,15 +93,16 @@ def decode_attention(
     block_tables: torch.Tensor,
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
-    tile_starts: torch.Tensor,
-    arrivals: torch.Tensor,
     scale: float,
+    max_seq_len: int,
     out: torch.Tensor | None = None,
+    *,
+    num_splits: int | None = None,
 ) -> torch.Tensor:
-    rows = q.shape[0]
-    query_start = torch.arange(rows + 1, dtype=torch.int32)
-    longest = int(seq_lens.max()) if rows else 0
-    return prefill_attention(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, 1, longest, out)
+    query_start = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    return prefill_attention(
+        q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, 1, max_seq_len, out
+    )
 
 
 def prefill_attention(
@@ -238,15 +233,10 @@ def _scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def decode_inputs(
-    slots: torch.Tensor,
-    num_tokens: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tile_starts: torch.Tensor,
+    slots: torch.Tensor, num_tokens: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor
 ) -> None:
     seq_lens.copy_(num_tokens[slots.clamp(min=0)].masked_fill(slots < 0, 0))
     positions.copy_((seq_lens - 1).clamp(min=0))
-    tile_starts.copy_(kv_tile_starts(seq_lens))
 
 
 def advance(token_ids: torch.Tensor, slots: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor) -> None:

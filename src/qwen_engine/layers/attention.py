@@ -26,8 +26,7 @@ class AttentionMetadata:
                    num_decodes     query_start[0]      query_start[1]
 
     token_slots, positions: [tokens], slot and position of each token; slot -1 is padding.
-    block_tables: [max_num_seqs, max_blocks], by slot. decode_seq_lens: [num_decodes], context with the new token;
-    decode_tile_starts: [num_decodes + 1], `kv_tile_starts` of these. arrivals: [max_num_seqs, num_kv_heads], zeros.
+    block_tables: [max_num_seqs, max_blocks], by slot. decode_seq_lens: [num_decodes], context with the new token.
     chunk_slots, chunk_seq_lens: [chunks]; query_start: [chunks + 1], counted from the first chunk's first token.
     """
 
@@ -36,8 +35,7 @@ class AttentionMetadata:
     block_tables: torch.Tensor
     num_decodes: int
     decode_seq_lens: torch.Tensor
-    decode_tile_starts: torch.Tensor
-    arrivals: torch.Tensor
+    max_decode_len: int
     chunk_slots: torch.Tensor
     query_start: torch.Tensor
     chunk_seq_lens: torch.Tensor
@@ -99,9 +97,8 @@ class Attention(nn.Module):
                 metadata.block_tables,
                 metadata.token_slots[:split],
                 metadata.decode_seq_lens,
-                metadata.decode_tile_starts,
-                metadata.arrivals,
                 self.scale,
+                metadata.max_decode_len,
                 out=out[:split],
             )
         if metadata.max_query_len:

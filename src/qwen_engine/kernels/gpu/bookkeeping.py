@@ -4,23 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.reference import KV_TILE_TOKENS
-
 _ROWS = 256
 
 
 @triton.jit
-def _decode_inputs_kernel(
-    slots, num_tokens, positions, seq_lens, tile_starts, rows, TILE: tl.constexpr, ROWS: tl.constexpr
-):
-    row = tl.arange(0, ROWS)
+def _decode_inputs_kernel(slots, num_tokens, positions, seq_lens, rows, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     slot = tl.load(slots + row, mask=inside, other=-1).to(tl.int64)
     length = tl.load(num_tokens + slot, mask=slot >= 0, other=0)
     tl.store(positions + row, tl.maximum(length - 1, 0), mask=inside)
     tl.store(seq_lens + row, length, mask=inside)
-    tl.store(tile_starts + 1 + row, tl.cumsum(tl.cdiv(length, TILE), 0), mask=inside)
-    tl.store(tile_starts, 0)
 
 
 @triton.jit
@@ -41,23 +35,10 @@ def _advance_kernel(
 
 
 def decode_inputs(
-    slots: torch.Tensor,
-    num_tokens: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tile_starts: torch.Tensor,
+    slots: torch.Tensor, num_tokens: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor
 ) -> None:
     rows = slots.shape[0]
-    _decode_inputs_kernel[(1,)](
-        slots,
-        num_tokens,
-        positions,
-        seq_lens,
-        tile_starts,
-        rows,
-        TILE=KV_TILE_TOKENS,
-        ROWS=max(_ROWS, triton.next_power_of_2(rows)),
-    )
+    _decode_inputs_kernel[(triton.cdiv(rows, _ROWS),)](slots, num_tokens, positions, seq_lens, rows, ROWS=_ROWS)
 
 
 def advance(token_ids: torch.Tensor, slots: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor) -> None:

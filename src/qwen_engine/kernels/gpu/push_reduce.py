@@ -175,6 +175,11 @@ def _push_add_rms_norm_kernel(
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
+def warps_of(block: int) -> int:
+    """Such that every thread has at least four words, as many as are polled at once."""
+    return min(block // (4 * 32), _MAX_WARPS)
+
+
 def push_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -191,7 +196,6 @@ def push_add_rms_norm(
     words = [tensor.view(torch.int32) for tensor in (x, residual, weight, out)]
     row_words = words[0].shape[1]
     inbox_words, size = inbox_bytes // 4, len(addresses)
-    # Four words for every thread, as many as are polled at once.
     block = max(triton.next_power_of_2(row_words), _MIN_BLOCK)
     _push_add_rms_norm_kernel[(x.shape[0],)](
         *words,
@@ -206,7 +210,7 @@ def push_add_rms_norm(
         DTYPE=_DTYPES[x.dtype],
         MINUS_ZERO=_MINUS_ZERO_FP32 if x.dtype == torch.float32 else _MINUS_ZERO_HALVES,
         BLOCK=block,
-        num_warps=min(block // (4 * 32), _MAX_WARPS),
+        num_warps=warps_of(block),
         **pdl_options(x.device),
     )
     return out

@@ -34,13 +34,20 @@ class Tiles:
 
 TUNED: dict[tuple[str, int, int], dict[int, Tiles]] = {
     # Qwen3-32B on two GPUs
+    ("linear", 5120, 5120): {16: Tiles(64, 256, stages=4)},
+    ("linear", 5120, 4096): {16: Tiles(64, 256, stages=4)},
     ("gated", 25600, 5120): {32: Tiles(64, 128, stages=3), 64: Tiles(64, 64, stages=4)},
     ("linear", 5120, 12800): {32: Tiles(64, 256, stages=4)},
     # Qwen3-8B on one
     ("linear", 6144, 4096): {32: Tiles(64, 256, stages=4)},
-    ("linear", 4096, 4096): {32: Tiles(64, 256, stages=5)},
+    ("linear", 4096, 4096): {16: Tiles(64, 256, stages=5), 32: Tiles(64, 256, stages=4)},
     ("gated", 24576, 4096): {32: Tiles(32, 128, stages=3), 64: Tiles(64, 64, stages=4)},
     ("linear", 4096, 12288): {16: Tiles(64, 128, splits=2, stages=5)},
+    # Qwen3-0.6B
+    ("linear", 4096, 1024): {16: Tiles(64, 256, stages=4), 32: Tiles(64, 128, stages=5), 64: Tiles(64, 256, stages=3)},
+    ("linear", 1024, 2048): {16: Tiles(64, 256, splits=2, stages=4), 64: Tiles(64, 256, splits=4, stages=3)},
+    ("gated", 6144, 1024): {32: Tiles(64, 128, stages=4)},
+    ("linear", 1024, 3072): {16: Tiles(64, 256, splits=2, stages=4), 64: Tiles(64, 256, splits=4, stages=3)},
 }
 """("linear" or "gated", weight rows, weight columns) → the largest number of rows of x → tiles, for bf16 on an H200."""
 

@@ -1,0 +1,59 @@
+"""What the compiler makes of the sum through peer memory, which no interpreter can run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import json
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from qwen_engine.kernels.gpu import push_reduce
+
+kernel = push_reduce._push_add_rms_norm_kernel
+names = kernel.arg_names
+codes = []
+for size, block, dtype in ((2, 512, tl.bfloat16), (2, 4096, tl.bfloat16), (4, 1024, tl.float32)):
+    constants = dict(
+        RANK=1, SIZE=size, INBOX_WORDS=1 << 20, DTYPE=dtype, MINUS_ZERO=-(2**31), BLOCK=block, PDL=True
+    )
+    types = dict.fromkeys(("x", "residual", "weight", "out"), "*i32")
+    types |= dict(addresses=("i64",) * size, abort_address="i64", site_word="i32", row_words="i32", eps="fp32")
+    num_warps = push_reduce.warps_of(block)
+    compiled = triton.compile(
+        ASTSource(
+            fn=kernel,
+            signature={name: "constexpr" if name in constants else types[name] for name in names},
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "residual", "weight", "out")},
+        ),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps},
+    )
+    codes.append((size, block // (32 * num_warps), compiled.asm["ptx"]))
+print(json.dumps(codes))
+"""
+
+
+def test_words_are_pushed_then_polled_once_and_emptied_behind_a_barrier():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    output = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert output.returncode == 0, output.stderr
+    for size, words_per_thread, code in json.loads(output.stdout.splitlines()[-1]):
+        assert code.count("st.volatile.global.b32") == (size - 1) * words_per_thread
+        assert code.count("poll:") == (size - 1) * words_per_thread // 4
+        assert code.rindex("st.volatile.global.b32") < code.index("poll:")
+        last_poll = code.rindex("poll:")
+        barrier = code.index("bar.sync", last_poll)
+        assert code.index("st.global", last_poll) > barrier  # the first of these empty the inboxes
