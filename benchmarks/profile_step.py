@@ -171,16 +171,21 @@ def idle_share(spans: list[Span]) -> float:
 
 
 def summary(calls: list[list[Span]], spans: list[Span], num_steps: int) -> dict[str, float]:
-    """Microseconds of each part per step; gaps inside the calls; and the idle share over all, in percent."""
+    """Microseconds per step of each part, of gaps inside the calls and of everything; the idle share in percent.
+
+    Kernels that start early wait for the one before, so a kernel counts from that one's end on.
+    """
     figures = dict.fromkeys(PARTS, 0.0)
     gaps = 0.0
     for call in calls:
+        end = call[0].start_us
         for span in call:
-            figures[span.part] += span.duration_us / num_steps
-        inside = call[-1].start_us + call[-1].duration_us - call[0].start_us
-        gaps += max(0.0, inside - sum(span.duration_us for span in call)) / num_steps
+            gaps += max(0.0, span.start_us - end) / num_steps
+            begin, end = max(span.start_us, end), max(span.start_us + span.duration_us, end)
+            figures[span.part] += (end - begin) / num_steps
     figures = {part: value for part, value in figures.items() if value}
-    return {**figures, "gaps": gaps, "idle %": 100 * idle_share(spans)}
+    whole = max(span.start_us + span.duration_us for span in spans) - spans[0].start_us
+    return {**figures, "gaps": gaps, "step": whole / num_steps, "idle %": 100 * idle_share(spans)}
 
 
 def profiled_steps(llm: LLM, batch: int, context: int, num_steps: int, *, names: bool) -> list[Span]:

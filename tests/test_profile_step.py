@@ -66,6 +66,16 @@ def test_kernels_of_a_graph_get_the_parts_of_the_eager_ones_at_their_places(prof
     assert figures["all-reduce"] == 6
     assert figures["gaps"] == (2 + 6) / 2
     assert figures["idle %"] == pytest.approx(100 * (2 + 10 + 6) / 70)
+    assert figures["step"] == 35
+
+
+def test_a_kernel_that_starts_early_counts_from_the_end_of_the_one_before(profile_step):
+    replay = [event("cuda_runtime", "cudaGraphLaunch", 0, 5, 9), event("kernel", "gemm", 10, 20, 9)]
+    replay += [event("kernel", "gemm", 12, 30, 9), event("kernel", "nccl", 45, 5, 9)]
+    spans = profile_step.spans_of({"traceEvents": replay})
+    launches = profile_step.with_parts(spans, profile_step.spans_of(EAGER))
+    figures = profile_step.summary(launches, spans, num_steps=1)
+    assert (figures["qkv"], figures["o"], figures["all-reduce"], figures["gaps"]) == (20, 12, 5, 3)
 
 
 def test_the_demo_on_a_cpu_shows_every_part_and_leaves_no_trace(profile_step, monkeypatch, tmp_path, capsys):

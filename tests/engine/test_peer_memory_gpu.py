@@ -71,8 +71,6 @@ def check_exact_sums(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor]
             # In fp32 it is the order in which the squares are added that counts, not the last rounding.
             torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=max(2 * torch.finfo(dtype).eps, 1e-5))
             same_everywhere(out)
-    if site:
-        push(peers, parts[0], residual, weight, site)  # leaves the turn where it was
 
 
 def check_replays(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor], None]) -> None:

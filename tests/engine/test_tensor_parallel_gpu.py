@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from test_tensor_parallel import PARAMS, PROMPTS, SHARED
+from test_tensor_parallel import PARAMS, PROMPTS, SHARED, seeded
 
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.errors import EngineDeadError
@@ -19,9 +19,10 @@ pytestmark = [
 
 
 def samples(llm: LLM) -> list[list[list[int]]]:
+    """Of the requests that do not depend on what the engine has done before."""
     prompts = [*PROMPTS, *(SHARED + prompt for prompt in PROMPTS)]
     outputs = llm.generate(prompts, PARAMS * 2, use_tqdm=False)
-    return [[sample.token_ids for sample in out.outputs] for out in outputs]
+    return seeded([([sample.token_ids for sample in out.outputs],) for out in outputs])
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 4096])
