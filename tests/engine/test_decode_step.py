@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -136,15 +137,18 @@ def test_a_steady_batch_sends_nothing_to_the_device(llm, monkeypatch):
 
 
 def test_graphs_are_replayed_back_to_back_and_the_full_sampler_replaces_the_second(llm):
-    expected = tokens(llm, PROMPTS, MIXED * 2), tokens(llm, PROMPTS, GREEDY)
+    """Whichever way a row's token is chosen, it is the same token."""
+    penalised = [*MIXED, dataclasses.replace(MIXED[1], seed=4), dataclasses.replace(GREEDY, presence_penalty=0.5)]
+    expected = [tokens(llm, PROMPTS, params) for params in (penalised, MIXED * 2, GREEDY)]
     decode = llm.core._executor.runner.decode
     decode.graphs = graphs = RecordedGraphs(decode.calls)
     try:
-        assert tokens(llm, PROMPTS, MIXED * 2) == expected[0]
-        assert set(graphs.replays) == {("forward", 7)}
-        graphs.replays.clear()
-        assert tokens(llm, PROMPTS, GREEDY) == expected[1]
-        assert graphs.replays == [("forward", 7), ("choose", 7)] * 11
+        for params, outputs, choice in zip((penalised, MIXED * 2, GREEDY), expected, (None, "filtered", "plain")):
+            graphs.replays.clear()
+            assert tokens(llm, PROMPTS, params) == outputs
+            step = [("forward", 7)] if choice is None else [("forward", 7), (choice, 7)]
+            assert graphs.replays == step * 11
+        assert expected[0][:2] == expected[1][:2]
     finally:
         decode.graphs = None
 

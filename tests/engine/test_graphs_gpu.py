@@ -49,7 +49,11 @@ def eager(make_tiny_model) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("kinds", [[GREEDY], [*MIXED_PARAMS, GREEDY], MIXED_PARAMS[:2]], ids=["greedy", "all", "plain"])
+@pytest.mark.parametrize(
+    "kinds",
+    [[GREEDY], [*MIXED_PARAMS, GREEDY], MIXED_PARAMS[:2], [*MIXED_PARAMS[1:4], GREEDY]],
+    ids=["greedy", "all", "plain", "filtered"],
+)
 def test_graphs_give_the_tokens_of_eager_steps_while_requests_join_and_leave(kinds, graph, eager):
     prompts = [random_prompt(1 + 17 * number % 230) for number in range(40)]
     params = [kinds[number % len(kinds)] for number in range(40)]

@@ -24,6 +24,10 @@ PARAMS = [
     SamplingParams(temperature=1.0, seed=5, logit_bias={5: 3.0}, allowed_token_ids=list(range(1, 200))),
     SamplingParams(temperature=1.0, seed=6, stop_token_ids=list(range(120)), min_tokens=10, max_tokens=30),
 ]
+FILTERED = [
+    SamplingParams(temperature=1.0, seed=number, top_k=(0, 5, 20)[number % 3], top_p=0.8, min_p=0.01, ignore_eos=True)
+    for number in range(len(PROMPTS))
+]
 TINY_POOL_TOKENS = 256
 
 
@@ -85,6 +89,15 @@ def two_ranks(make_tiny_model):
 
 def test_every_feature_gives_the_tokens_of_one_rank(two_ranks, expected):
     assert run(two_ranks) == expected
+
+
+def test_filters_alone_are_seen_to_by_every_rank_for_itself(two_ranks, make_tiny_model, monkeypatch):
+    """Unlike other features, which rank 0 sees to."""
+    with engine(make_tiny_model()) as llm:
+        expected = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, FILTERED, use_tqdm=False)]
+    monkeypatch.setattr(two_ranks.core._executor.runner.sampler, "choose", None)
+    outputs = two_ranks.generate(PROMPTS, FILTERED, use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outputs] == expected
 
 
 def test_every_feature_gives_the_tokens_of_one_rank_where_kv_heads_are_held_twice(make_tiny_model, expected):

@@ -9,8 +9,10 @@ of them: padding rows read no cache, write nowhere and give token 0.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch
 from qwen_engine import kernels
 from qwen_engine.engine.cuda_graphs import CudaGraphs
 from qwen_engine.engine.slot_tables import SlotTables
-from qwen_engine.engine.token_sampler import TokenSampler
+from qwen_engine.engine.token_sampler import Choice, TokenSampler
 from qwen_engine.layers.attention import AttentionMetadata
 from qwen_engine.layers.sampler import TokenMasks
 from qwen_engine.models.qwen3 import Qwen3Model
@@ -56,7 +58,8 @@ class DecodeStep:
     @property
     def calls(self) -> dict[str, Callable[[int], None]]:
         """The parts of a step that can be captured, by name, in order."""
-        return {"forward": self._forward, "choose": self._choose_plain}
+        choices = {choice: functools.partial(self._choose, choice) for choice in get_args(Choice)}
+        return {"forward": self._forward, **choices}
 
     def run(self, slots: list[int], masks: TokenMasks | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decodes one token for each slot: (its id, int64 [rows], and this rank's logits [rows, n]).
@@ -69,8 +72,9 @@ class DecodeStep:
         launch = self._launch if self.graphs is None else self.graphs.replay
         launch("forward", size)
         logits, token_ids = self._logits[:rows], self._token_ids[:rows]
-        if self._sampler.is_plain(host_slots):
-            launch("choose", size)
+        choice = self._sampler.on_device(host_slots)
+        if choice is not None:
+            launch(choice, size)
         else:
             self._sampler.choose(logits, self._slots[:rows], host_slots, token_ids, masks)
         return token_ids, logits
@@ -116,5 +120,5 @@ class DecodeStep:
         hidden, residual = self._model(tables.token_table, metadata, self.kv_cache)
         self._model.logits_shard(hidden, residual, out=self._logits[:size])
 
-    def _choose_plain(self, size: int) -> None:
-        self._sampler.choose_plain(self._logits[:size], self._slots[:size], self._token_ids[:size])
+    def _choose(self, choice: Choice, size: int) -> None:
+        self._sampler.choose_on_device(choice, self._logits[:size], self._slots[:size], self._token_ids[:size])

@@ -274,8 +274,9 @@ class ModelRunner:
             return token_ids, None
         device_rows, device_slots = self.tables.to_device(np.stack((rows, slots))).unbind(0)
         logits = self.model.logits_shard(*(state[device_rows] for state in states))
-        if self.sampler.is_plain(slots):
-            self.sampler.choose_plain(logits, device_slots.int(), token_ids)
+        choice = self.sampler.on_device(slots)
+        if choice is not None:
+            self.sampler.choose_on_device(choice, logits, device_slots.int(), token_ids)
         else:
             self.sampler.choose(logits, device_slots.int(), slots, token_ids, masks)
         return token_ids, logits

@@ -78,6 +78,7 @@ class SamplingTables:
         self._bad_last: torch.Tensor | None = None  # int64 [max_num_seqs, words]
         self._uses = {name: np.zeros(max_num_seqs, dtype=bool) for name in _FEATURES}
         self._is_plain = np.ones(max_num_seqs, dtype=bool)  # no feature but logprobs
+        self._is_filtered = np.ones(max_num_seqs, dtype=bool)  # none but these and filters
         self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
 
     @property
@@ -129,7 +130,9 @@ class SamplingTables:
         }
         for name, used in uses.items():
             self._uses[name][slot] = used
-        self._is_plain[slot] = not any(used for name, used in uses.items() if name != "logprobs")
+        shaping = {name for name, used in uses.items() if used} - {"logprobs"}
+        self._is_plain[slot] = not shaping
+        self._is_filtered[slot] = shaping <= {"filters"}
         if uses["penalties"]:
             self._set_counts(entry)
         if uses["bias"]:
@@ -205,20 +208,30 @@ class SamplingTables:
         device. positions: int64 [rows], index the chosen token will have. token_table: int32 [slots, max_len].
         """
         adjusted = self._adjust(logits, slots, device_slots, positions, token_table, masks)
-        temperature, top_p, min_p = self._floats[:3, device_slots].unbind(0)
-        seeds, top_k = self._integers[:2, device_slots].unbind(0)
-        lowest = None
-        if self._any("filters", slots):
-            lowest = kernels.lowest_kept(adjusted, temperature, top_k, top_p, min_p)
-        token_ids = kernels.gumbel_argmax(adjusted, temperature, seeds, positions, lowest=lowest)
+        token_ids = self.draw(
+            adjusted, device_slots=device_slots, positions=positions, filtered=self._any("filters", slots)
+        )
         if self._any("penalties", slots) and self._output_counts is not None:
             rows = torch.ones_like(token_ids, dtype=torch.int32)
             self._output_counts.view(-1).index_add_(0, device_slots * self.vocab_size + token_ids, rows)
         return token_ids
 
+    def draw(
+        self, logits: torch.Tensor, *, device_slots: torch.Tensor, positions: torch.Tensor, filtered: bool
+    ) -> torch.Tensor:
+        """The end of `sample`: temperature, the filters if any row may have one, and the draw; int64 [rows]."""
+        temperature, top_p, min_p = self._floats[:3, device_slots].unbind(0)
+        seeds, top_k = self._integers[:2, device_slots].unbind(0)
+        lowest = kernels.lowest_kept(logits, temperature, top_k, top_p, min_p) if filtered else None
+        return kernels.gumbel_argmax(logits, temperature, seeds, positions, lowest=lowest)
+
     def is_plain(self, slots: np.ndarray) -> bool:
         """Whether temperature and seed are all that shapes the choice in these slots."""
         return bool(self._is_plain[slots].all())
+
+    def is_filtered(self, slots: np.ndarray) -> bool:
+        """Whether these, top-k, top-p and min-p are."""
+        return bool(self._is_filtered[slots].all())
 
     def logprob_rows(self, slots: np.ndarray) -> np.ndarray:
         """Indices of the rows whose requests asked for logprobs."""
