@@ -131,12 +131,12 @@ def bench_norms(table: Table) -> None:
             calls=[partial(gpu.rms_norm, x, weight, 1e-6) for x, _ in sets],
             moved=2 * size,
         )
-        expected = reference.add_rms_norm(x.float(), residual.float(), weight, 1e-6)
+        expected = reference.add_rms_norm(x.float()[None], residual.float(), weight, 1e-6)
         table.row(
             "add_rms_norm",
             f"{tokens} x {hidden}",
-            error=relative_error(gpu.add_rms_norm(x, residual.clone(), weight, 1e-6), expected),
-            calls=[partial(gpu.add_rms_norm, x, residual, weight, 1e-6) for x, residual in sets],
+            error=relative_error(gpu.add_rms_norm(x[None], residual.clone(), weight, 1e-6), expected),
+            calls=[partial(gpu.add_rms_norm, x[None], residual, weight, 1e-6) for x, residual in sets],
             moved=4 * size,
         )
 

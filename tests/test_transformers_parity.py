@@ -6,7 +6,9 @@ import pytest
 import torch
 from tiny_models import greedy_tokens, random_prompt
 
-from qwen_engine import LLM, SamplingParams
+from qwen_engine import LLM, SamplingParams, kernels
+from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.layers.norm import SummedRMSNorm
 
 BLOCK = 16
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -56,3 +58,33 @@ def test_log_probabilities_equal_transformers_within_1e4(variant, make_tiny_mode
     rows = [*out.prompt_logprobs[1:], out.outputs[0].logprobs[0]]
     actual = torch.tensor([[row[token].logprob for token in range(vocab)] for row in rows])
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["untied", "bias"])
+def test_products_that_come_in_parts_give_the_tokens_of_transformers(
+    variant, make_tiny_model, reference_model, monkeypatch
+):
+    """As on a GPU where several programs share the columns of a weight."""
+
+    def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        cut = weight.shape[1] // 3
+        return torch.stack([x[:, :cut] @ weight[:, :cut].T, x[:, cut:] @ weight[:, cut:].T])
+
+    monkeypatch.setattr(kernels, "linear_parts", in_parts)
+    folder = make_tiny_model(**VARIANTS[variant])
+    prompts = [random_prompt(length) for length in (1, 17, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with LLM(folder, device="cpu", dtype="float32", skip_tokenizer_init=True, max_num_seqs=4) as llm:
+        outputs = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    expected = [greedy_tokens(reference_model(folder), prompt, out) for prompt, out in zip(prompts, outputs)]
+    assert outputs == expected
+
+
+def test_a_norm_adds_the_parts_before_those_of_other_ranks():
+    norm = SummedRMSNorm(8, 1e-6, tp=TPGroup(0, 2), site=0, dtype=torch.float32, device=torch.device("cpu"))
+    norm.weight.fill_(2.0)
+    parts, residual = torch.randn(3, 4, 8), torch.randn(4, 8)
+    total = parts.sum(dim=0) + residual  # a group without a process group has nothing to add
+    out = norm(parts, residual)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(out, 2 * total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt())

@@ -28,7 +28,7 @@ REPLAYS = 3000
 
 def push(peers: PeerMemory, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, site: int) -> torch.Tensor:
     return kernels.push_add_rms_norm(
-        x,
+        x[None],
         residual,
         weight,
         EPS,

@@ -74,13 +74,16 @@ def check_rms_norm(impl: ModuleType, device: str, dtype: torch.dtype, tokens: in
 
 def check_add_rms_norm(impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, hidden: int) -> None:
     rng = generator(device, tokens, hidden)
-    x, residual = normal(rng, tokens, hidden, dtype=dtype), normal(rng, tokens, hidden, dtype=dtype)
     weight = normal(rng, hidden, dtype=dtype)
-    total = x.double() + residual.double()
-    with poisoned_allocations():
-        out = impl.add_rms_norm(x, residual, weight, 1e-6)
-    assert_close(impl, out, naive_rms_norm(total, weight, 1e-6))
-    assert_close(impl, residual, total)
+    for num_parts in (1, 2, 4):
+        parts = normal(rng, num_parts, tokens, hidden, dtype=dtype if num_parts == 1 else torch.float32)
+        residual = normal(rng, tokens, hidden, dtype=dtype)
+        total = parts.double().sum(dim=0) + residual.double()
+        with poisoned_allocations():
+            out = impl.add_rms_norm(parts, residual, weight, 1e-6)
+        assert out.dtype == dtype
+        assert_close(impl, out, naive_rms_norm(total, weight, 1e-6))
+        assert_close(impl, residual, total)
 
 
 def check_norm_uses_the_sum_before_rounding(impl: ModuleType, device: str) -> None:
@@ -91,7 +94,7 @@ def check_norm_uses_the_sum_before_rounding(impl: ModuleType, device: str) -> No
     weight = torch.ones(64, device=device)
     expected = naive_rms_norm(x.double() + residual.double(), weight, 0.0)
     x32 = x.float()
-    out = impl.add_rms_norm(x32, residual, weight, 0.0)
+    out = impl.add_rms_norm(x32[None], residual, weight, 0.0)
     assert_close(impl, out, expected)
     assert residual[0, 1] == 256.0
     assert residual[0, 0] == 0.5
@@ -117,7 +120,9 @@ def check_tiled_products(
     for sizes in ((16, 32, 1), (32, 16, 3), (64, 64, 2)):
         tiles = impl.Tiles(*sizes)
         with poisoned_allocations():
-            assert_close(impl, impl.linear_tiled(x, weight, tiles), products)
+            parts = impl.linear_tiled(x, weight, tiles)
+            assert parts.dtype == (dtype if len(parts) == 1 else torch.float32)
+            assert_close(impl, parts.double().sum(dim=0).to(dtype), products)
             assert_close(impl, impl.gated_linear_tiled(x, weight, tiles), gate * gate.sigmoid() * up)
 
 

@@ -22,11 +22,14 @@ from qwen_engine.kernels.gpu import push_reduce
 kernel = push_reduce._push_add_rms_norm_kernel
 names = kernel.arg_names
 codes = []
-for size, block, dtype in ((2, 512, tl.bfloat16), (2, 4096, tl.bfloat16), (4, 1024, tl.float32)):
+for size, block, dtype, parts in (
+    (2, 512, tl.bfloat16, 1), (2, 4096, tl.bfloat16, 2), (4, 1024, tl.float32, 1)
+):
     constants = dict(
-        RANK=1, SIZE=size, INBOX_WORDS=1 << 20, DTYPE=dtype, MINUS_ZERO=-(2**31), BLOCK=block, PDL=True
+        PARTS=parts, RANK=1, SIZE=size, INBOX_WORDS=1 << 20, DTYPE=dtype, MINUS_ZERO=-(2**31), BLOCK=block, PDL=True
     )
-    types = dict.fromkeys(("x", "residual", "weight", "out"), "*i32")
+    types = dict.fromkeys(("parts", "residual", "weight", "out"), "*i32")
+    types["parts"] = "*i32" if parts == 1 else "*fp32"
     types |= dict(addresses=("i64",) * size, abort_address="i64", site_word="i32", row_words="i32", eps="fp32")
     num_warps = push_reduce.warps_of(block)
     compiled = triton.compile(
@@ -34,7 +37,7 @@ for size, block, dtype in ((2, 512, tl.bfloat16), (2, 4096, tl.bfloat16), (4, 10
             fn=kernel,
             signature={name: "constexpr" if name in constants else types[name] for name in names},
             constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "residual", "weight", "out")},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("parts", "residual", "weight", "out")},
         ),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": num_warps},

@@ -117,8 +117,8 @@ class DecodeStep:
             max_chunk_len=0,
         )
         assert self.kv_cache is not None
-        hidden, residual = self._model(tables.token_table, metadata, self.kv_cache)
-        self._model.logits_shard(hidden, residual, out=self._logits[:size])
+        parts, residual = self._model(tables.token_table, metadata, self.kv_cache)
+        self._model.logits_shard(parts, residual, out=self._logits[:size])
 
     def _choose(self, choice: Choice, size: int) -> None:
         self._sampler.choose_on_device(choice, self._logits[:size], self._slots[:size], self._token_ids[:size])

@@ -273,7 +273,8 @@ class ModelRunner:
         if not len(rows):
             return token_ids, None
         device_rows, device_slots = self.tables.to_device(np.stack((rows, slots))).unbind(0)
-        logits = self.model.logits_shard(*(state[device_rows] for state in states))
+        parts, residual = states
+        logits = self.model.logits_shard(parts[:, device_rows], residual[device_rows])
         choice = self.sampler.on_device(slots)
         if choice is not None:
             self.sampler.choose_on_device(choice, logits, device_slots.int(), token_ids)
@@ -312,8 +313,9 @@ class ModelRunner:
             for low in range(start, stop, PROMPT_LOGPROB_ROWS):
                 high = min(low + PROMPT_LOGPROB_ROWS, stop)
                 offset = int(first[row]) - start
+                rows = slice(offset + low, offset + high)
                 # Copies, because logits_shard sums in place.
-                shard = self.model.logits_shard(*(state[offset + low : offset + high].clone() for state in states))
+                shard = self.model.logits_shard(states[0][:, rows].clone(), states[1][rows].clone())
                 logits = self.model.lm_head.gather(shard)
                 if self.tp.rank:
                     continue  # only there to give its part of the logits

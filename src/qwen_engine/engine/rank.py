@@ -141,7 +141,7 @@ def try_peer_memory(peers: PeerMemory) -> None:
     for site in range(NUM_SITES):
         residual = torch.zeros_like(parts[0])
         kernels.push_add_rms_norm(
-            parts[peers.rank],
+            parts[peers.rank][None],
             residual,
             torch.ones_like(residual[0]),
             1e-6,

@@ -35,16 +35,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _backend(x).rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add x to `residual` in place and return the RMS norm of the sum, taken before the sum was rounded.
+def add_rms_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add the sum of `parts` to `residual` in place and return the RMS norm of that, taken before it was rounded.
 
-    x, residual: [tokens, hidden]. The result has x's dtype; `residual` keeps its own.
+    parts: [parts, tokens, hidden], added in order; residual: [tokens, hidden]. The result has weight's dtype.
     """
-    return _backend(x).add_rms_norm(x, residual, weight, eps)
+    return _backend(parts).add_rms_norm(parts, residual, weight, eps)
 
 
 def push_add_rms_norm(
-    x: torch.Tensor,
+    parts: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -55,15 +55,16 @@ def push_add_rms_norm(
     site: int,
     inbox_bytes: int,
 ) -> torch.Tensor:
-    """`add_rms_norm` of the sum of x over ranks, through memory of the peers' GPUs (distributed/peer_memory.py). CUDA
+    """`add_rms_norm` of the parts of all ranks, through memory of the peers' GPUs (distributed/peer_memory.py). CUDA
     only.
 
-    x, residual: [tokens, hidden], contiguous, of weight's dtype, x of at most inbox_bytes. The sum is taken in fp32 in
-    rank order and not rounded before the add. addresses: of every rank's inboxes; abort_address: of the word that ends
-    the wait for a rank; site: the inbox, another one than that of the last call. Every rank calls it in the same order.
+    parts: as there, of weight's dtype if it is one, fp32 if there are several; residual: [tokens, hidden], contiguous,
+    of weight's dtype and at most inbox_bytes. A rank's sum is rounded to that, those of all ranks are added in fp32 in
+    rank order. addresses: of every rank's inboxes; abort_address: of the word that ends the wait for a rank; site: the
+    inbox, another one than that of the last call. Every rank calls it in the same order.
     """
-    return _backend(x).push_add_rms_norm(
-        x,
+    return _backend(parts).push_add_rms_norm(
+        parts,
         residual,
         weight,
         eps,
@@ -83,6 +84,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [tokens, in] times weight [out, in], transposed; gives [tokens, out]."""
     return _backend(x).linear(x, weight)
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`linear` as the sum of what this gives: [parts, tokens, out], in x's dtype if it is one, fp32 if several."""
+    return _backend(x).linear_parts(x, weight)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -37,9 +37,9 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """[tokens, in / ranks] → [tokens, out]: this rank's columns of the weight, this rank's part of the sum over ranks.
+    """[tokens, in / ranks] → [parts, tokens, out]: this rank's columns of the weight.
 
-    The norm that follows, `SummedRMSNorm`, adds the parts. The bias goes into that of rank 0.
+    The norm that follows, `SummedRMSNorm`, adds the parts of all ranks. The bias goes into that of rank 0.
     """
 
     def __init__(
@@ -58,5 +58,6 @@ class RowParallelLinear(nn.Module):
         self._adds_bias = bias and tp.rank == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = kernels.linear(x, self.weight)
-        return out + self.bias if self._adds_bias else out
+        if self._adds_bias:
+            return (kernels.linear(x, self.weight) + self.bias)[None]
+        return kernels.linear_parts(x, self.weight)

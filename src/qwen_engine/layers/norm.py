@@ -36,14 +36,18 @@ class SummedRMSNorm(RMSNorm):
         self._tp = tp
         self._site = site
 
-    def forward(self, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds the sum of all ranks' `part` [tokens, size] to `residual` in place and returns the norm of that."""
+    def forward(self, parts: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds the `parts` [parts, tokens, size] of all ranks to `residual` [tokens, size] in place and returns the
+        norm of that."""
         peers = self._tp.peers
-        if peers is None or self._site is None or not peers.fits(part):
-            return kernels.add_rms_norm(self._tp.all_reduce(part), residual, self.weight, self.eps)
+        if self._tp.size == 1:
+            return kernels.add_rms_norm(parts, residual, self.weight, self.eps)
+        if peers is None or self._site is None or not peers.fits(residual):
+            part = parts[0] if len(parts) == 1 else parts.sum(dim=0).to(residual.dtype)
+            return kernels.add_rms_norm(self._tp.all_reduce(part)[None], residual, self.weight, self.eps)
         self._tp.progress.enter_collective()
         return kernels.push_add_rms_norm(
-            part,
+            parts,
             residual,
             self.weight,
             self.eps,

@@ -27,15 +27,16 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        parts: torch.Tensor,
         residual: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns this rank's part of what is still to be added to `residual`; `hidden` comes in the same way."""
-        hidden = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, metadata, kv_cache[0], kv_cache[1])
-        hidden = self.post_attention_layernorm(hidden, residual)
+        """Returns this rank's parts [parts, tokens, hidden] of what is still to be added to `residual`, [tokens,
+        hidden]; `parts` comes in the same way."""
+        hidden = self.input_layernorm(parts, residual)
+        parts = self.self_attn(hidden, metadata, kv_cache[0], kv_cache[1])
+        hidden = self.post_attention_layernorm(parts, residual)
         return self.mlp(hidden)
 
 
@@ -70,22 +71,22 @@ class Qwen3Model(nn.Module):
     def forward(
         self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states of a step as (this rank's part of a sum, what that sum is to be added to), before the final
-        norm: [tokens, hidden] each, for `logits_shard`.
+        """The hidden states of a step, before the final norm, as `logits_shard` takes them: (this rank's parts of a sum
+        [parts, tokens, hidden], what that sum is to be added to [tokens, hidden]).
 
         token_table: int32 [max_num_seqs, max_model_len], the tokens of every slot.
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
         """
-        hidden = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)
-        residual = torch.zeros_like(hidden)
+        parts = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)[None]
+        residual = torch.zeros_like(parts[0])
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0)):
-            hidden = layer(hidden, residual, metadata, layer_cache)
-        return hidden, residual
+            parts = layer(parts, residual, metadata, layer_cache)
+        return parts, residual
 
     def logits_shard(
-        self, hidden: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
+        self, parts: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Both [rows, hidden], rows of what `forward` gave → this rank's columns of the logits; `lm_head.gather` joins
-        those of all. Both are overwritten; all ranks give the same rows.
+        """Rows of what `forward` gave → this rank's columns of the logits [rows, n]; `lm_head.gather` joins those of
+        all. Both are overwritten; all ranks give the same rows.
         """
-        return self.lm_head.logits_shard(self.norm(hidden, residual), out)
+        return self.lm_head.logits_shard(self.norm(parts, residual), out)

@@ -14,7 +14,7 @@ from qwen_engine.kernels.gpu.prefill import prefill_attention
 from qwen_engine.kernels.gpu.push_reduce import push_add_rms_norm
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
 from qwen_engine.kernels.gpu.sampling import gumbel_argmax, slot_argmax, token_logprobs
-from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear
+from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear, linear_parts
 
 __all__ = [
     "add_rms_norm",
@@ -26,6 +26,7 @@ __all__ = [
     "gated_linear",
     "gumbel_argmax",
     "linear",
+    "linear_parts",
     "lowest_kept",
     "penalise",
     "prefill_attention",

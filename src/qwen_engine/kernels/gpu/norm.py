@@ -13,10 +13,12 @@ def _rms_norm_kernel(
     residual,
     weight,
     out,
+    part_stride,
     x_stride,
     residual_stride,
     hidden,
     eps,
+    PARTS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -26,6 +28,8 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        values += tl.load(x + part * part_stride + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         residual_row = residual + row * residual_stride + columns
         values += tl.load(residual_row, mask=inside, other=0.0).to(tl.float32)
@@ -35,30 +39,32 @@ def _rms_norm_kernel(
     tl.store(out + row * hidden + columns, (values * inverse_rms * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    tokens, hidden = x.shape
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+def _launch(parts: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    num_parts, tokens, hidden = parts.shape
+    out = torch.empty((tokens, hidden), dtype=weight.dtype, device=parts.device)
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
-        x,
-        x if residual is None else residual,
+        parts,
+        parts if residual is None else residual,
         weight,
         out,
-        x.stride(0),
+        parts.stride(0),
+        parts.stride(1),
         0 if residual is None else residual.stride(0),
         hidden,
         eps,
+        PARTS=num_parts,
         ADD=residual is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
-        **pdl_options(x.device),
+        **pdl_options(parts.device),
     )
     return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _launch(x, None, weight, eps)
+    return _launch(x[None], None, weight, eps)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _launch(x, residual, weight, eps)
+def add_rms_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _launch(parts, residual, weight, eps)

@@ -116,7 +116,7 @@ def _packed(low, high, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["site_word"])
 def _push_add_rms_norm_kernel(
-    x,
+    parts,
     residual,
     weight,
     out,
@@ -125,6 +125,7 @@ def _push_add_rms_norm_kernel(
     site_word,
     row_words,
     eps,
+    PARTS: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     INBOX_WORDS: tl.constexpr,
@@ -133,12 +134,24 @@ def _push_add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, residual, weight and out are seen as int32 words; site_word: index of the site's first word."""
+    """residual, weight and out are seen as int32 words, and so is a single part; several parts are fp32 values.
+
+    site_word: index of the site's first word.
+    """
     wait_for_inputs(PDL)
     column = _scattered(tl.arange(0, BLOCK))
     inside = column < row_words
     word = tl.program_id(0).to(tl.int64) * row_words + column
-    own = tl.load(x + word, mask=inside, other=0)
+    if PARTS == 1:
+        own = tl.load(parts + word, mask=inside, other=0)
+    else:
+        own_low = tl.zeros([BLOCK], tl.float32)
+        own_high = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            pair = parts + 2 * (part * tl.num_programs(0).to(tl.int64) * row_words + word)
+            own_low += tl.load(pair, mask=inside, other=0.0)
+            own_high += tl.load(pair + 1, mask=inside, other=0.0)
+        own = _packed(own_low, own_high, DTYPE)
     own = tl.where(own == 0, MINUS_ZERO, own)
     target = tl.where(inside, (site_word + RANK * INBOX_WORDS + word) * 4, 0)
     for peer in tl.static_range(SIZE):
@@ -149,13 +162,13 @@ def _push_add_rms_norm_kernel(
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for sender in tl.static_range(SIZE):
-        part = own
+        words = own
         if sender != RANK:
             source = addresses[RANK] + (site_word + sender * INBOX_WORDS + word) * 4
-            part = _poll(tl.where(inside, source, _MASKED), abort_address)
-        part_low, part_high = _unpacked(tl.where(inside, part, 0), DTYPE)
-        low += part_low
-        high += part_high
+            words = _poll(tl.where(inside, source, _MASKED), abort_address)
+        words_low, words_high = _unpacked(tl.where(inside, words, 0), DTYPE)
+        low += words_low
+        high += words_high
     tl.debug_barrier()
     for sender in tl.static_range(SIZE):
         if sender != RANK:
@@ -181,7 +194,7 @@ def warps_of(block: int) -> int:
 
 
 def push_add_rms_norm(
-    x: torch.Tensor,
+    parts: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -192,25 +205,27 @@ def push_add_rms_norm(
     site: int,
     inbox_bytes: int,
 ) -> torch.Tensor:
-    out = torch.empty_like(x)
-    words = [tensor.view(torch.int32) for tensor in (x, residual, weight, out)]
-    row_words = words[0].shape[1]
-    inbox_words, size = inbox_bytes // 4, len(addresses)
+    out = torch.empty_like(residual)
+    words = [tensor.view(torch.int32) for tensor in (residual, weight, out)]
+    (tokens, row_words), size = words[0].shape, len(addresses)
+    inbox_words = inbox_bytes // 4
     block = max(triton.next_power_of_2(row_words), _MIN_BLOCK)
-    _push_add_rms_norm_kernel[(x.shape[0],)](
+    _push_add_rms_norm_kernel[(tokens,)](
+        parts.view(torch.int32) if len(parts) == 1 else parts,
         *words,
         addresses,
         abort_address,
         site * size * inbox_words,
         row_words,
         eps,
+        PARTS=len(parts),
         RANK=rank,
         SIZE=size,
         INBOX_WORDS=inbox_words,
-        DTYPE=_DTYPES[x.dtype],
-        MINUS_ZERO=_MINUS_ZERO_FP32 if x.dtype == torch.float32 else _MINUS_ZERO_HALVES,
+        DTYPE=_DTYPES[residual.dtype],
+        MINUS_ZERO=_MINUS_ZERO_FP32 if residual.dtype == torch.float32 else _MINUS_ZERO_HALVES,
         BLOCK=block,
         num_warps=warps_of(block),
-        **pdl_options(x.device),
+        **pdl_options(residual.device),
     )
     return out

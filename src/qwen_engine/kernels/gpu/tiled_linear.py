@@ -1,8 +1,8 @@
 """Matrix products of a few rows, bound by reading the weight once: y = x Wᵀ for up to MAX_ROWS rows of x.
 
 The weight is the wide side of tl.dot: a program owns a tile of its rows and walks along its columns, or along a share
-of them (split-K), whose fp32 partial sums a second kernel adds in order. Which tiles are best depends on the shape;
-`TUNED` holds what `benchmarks/tune_linear.py` measured, and whatever is not there goes to cuBLAS.
+of them (split-K), which leaves fp32 parts of the product for the next kernel to add. Which tiles are best depends on
+the shape; `TUNED` holds what `benchmarks/tune_linear.py` measured, and whatever is not there goes to cuBLAS.
 """
 
 from dataclasses import dataclass
@@ -165,30 +165,18 @@ def _gated_kernel(
     tl.store(target, value.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (x_row < x_rows)[None, :])
 
 
-@triton.jit
-def _sum_kernel(partials, out, size, SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    wait_for_inputs(PDL)
-    index = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    inside = index < size
-    total = tl.zeros([CHUNK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partials + split * size + index, mask=inside, other=0.0)
-    tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
-
-
 def linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-    """x [rows, columns] times weight [n, columns], transposed → [rows, n]; at most MAX_ROWS rows."""
+    """x [rows, columns] times weight [n, columns], transposed; at most MAX_ROWS rows. Gives [splits, rows, n], parts of
+    the product, fp32 if there are several."""
     rows, (num_rows, num_columns) = x.shape[0], weight.shape
-    out = torch.empty(rows, num_rows, dtype=x.dtype, device=x.device)
     splits = min(tiles.splits, triton.cdiv(num_columns, tiles.columns))
     columns_per_split = triton.cdiv(triton.cdiv(num_columns, tiles.columns), splits) * tiles.columns
-    target = out
-    if splits > 1:
-        target = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x.device)
+    dtype = x.dtype if splits == 1 else torch.float32
+    parts = torch.empty(splits, rows, num_rows, dtype=dtype, device=x.device)
     _linear_kernel[(triton.cdiv(num_rows, tiles.rows), splits)](
         x,
         weight,
-        target,
+        parts,
         num_rows,
         num_columns,
         rows,
@@ -204,12 +192,7 @@ def linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.T
         num_stages=tiles.stages,
         **pdl_options(x.device),
     )
-    if splits > 1:
-        size = rows * num_rows
-        _sum_kernel[(triton.cdiv(size, 1024),)](
-            target, out, size, SPLITS=splits, CHUNK=1024, num_warps=4, **pdl_options(x.device)
-        )
-    return out
+    return parts
 
 
 def gated_linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
@@ -253,9 +236,14 @@ def _prefetch_bytes(weight: torch.Tensor, tiles: Tiles, columns: int) -> int:
     return min(_PREFETCH_BYTES, columns * weight.element_size())
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tiles = tuned_tiles("linear", x, weight)
-    return F.linear(x, weight) if tiles is None else linear_tiled(x, weight, tiles)
+    return F.linear(x, weight)[None] if tiles is None else linear_tiled(x, weight, tiles)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    parts = linear_parts(x, weight)
+    return parts[0] if len(parts) == 1 else parts.sum(dim=0).to(x.dtype)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
