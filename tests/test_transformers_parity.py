@@ -60,7 +60,7 @@ def test_log_probabilities_equal_transformers_within_1e4(variant, make_tiny_mode
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["untied", "bias"])
+@pytest.mark.parametrize("variant", ["untied", "tied_and_bias"])
 def test_products_that_come_in_parts_give_the_tokens_of_transformers(
     variant, make_tiny_model, reference_model, monkeypatch
 ):
@@ -73,9 +73,8 @@ def test_products_that_come_in_parts_give_the_tokens_of_transformers(
     monkeypatch.setattr(kernels, "linear_parts", in_parts)
     folder = make_tiny_model(**VARIANTS[variant])
     prompts = [random_prompt(length) for length in (1, 17, 40)]
-    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    with LLM(folder, device="cpu", dtype="float32", skip_tokenizer_init=True, max_num_seqs=4) as llm:
-        outputs = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    with engine(folder) as llm:
+        outputs = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
     expected = [greedy_tokens(reference_model(folder), prompt, out) for prompt, out in zip(prompts, outputs)]
     assert outputs == expected
 
