@@ -113,15 +113,18 @@ class PeerMemory:
         self._abort.fill_(1)
 
     def close(self) -> None:
-        """Gives the memory back; no kernel that uses it may be running. Safe to call twice."""
+        """Gives the memory back; no kernel that uses it may be running. Safe to call twice, and after a CUDA error."""
         addresses, self.addresses = self.addresses, ()
-        with torch.cuda.device(self.device):
-            for rank, address in enumerate(addresses):
-                if rank != self.rank:
-                    self._cudart.close(address)
-            if self._own:
-                self._cudart.free(self._own)
-                self._own = 0
+        own, self._own = self._own, 0
+        try:
+            with torch.cuda.device(self.device):
+                for rank, address in enumerate(addresses):
+                    if rank != self.rank:
+                        self._cudart.close(address)
+                if own:
+                    self._cudart.free(own)
+        except RuntimeError as error:  # what came before it is the error to tell
+            logger.warning("peer memory stays allocated until the process ends: %s", summary(error))
 
 
 def open_peer_memory(
@@ -168,7 +171,9 @@ def open_peer_memory(
         answers = agree(step, attempt(action))
         if not all(answers):
             unable = [other for other, answer in enumerate(answers) if not answer]
-            logger.info("all-reduce through NCCL alone: no peer memory (%s)", problem or f"rank {unable[0]} has none")
+            level = logging.INFO if rank else logging.WARNING
+            reason = problem or f"rank {unable[0]} has none"
+            logger.log(level, "all-reduce through NCCL alone, which is slower: no peer memory (%s)", reason)
             if peers is not None:
                 peers.close()
             return None
