@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -128,6 +130,24 @@ def test_models_version_and_probes(server, client):
     for path in ("/health", "/ready", "/ping"):
         answer = server.ask(path)
         assert (answer.status, answer.body) == (200, b"")
+
+
+def test_head_is_get_without_a_body(server):
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port)  # a body would be read as the next answer
+    with contextlib.closing(connection):
+        for path in ("/", "/health", "/ready", "/ping", "/version", "/v1/models", "/v1/models/no", "/metrics", "/none"):
+            answers = []
+            for method in ("GET", "HEAD"):
+                connection.request(method, path)
+                with connection.getresponse() as response:
+                    headers = {name: response.headers[name] for name in ("Content-Type", "Content-Security-Policy")}
+                    answers.append((response.status, headers, response.read()))
+            (status, headers, _), head = answers
+            assert head == (status, headers, b""), path
+            assert status in (200, 404)
+        connection.request("HEAD", COMPLETIONS)
+        assert connection.getresponse().status == 405
 
 
 def test_tokens_come_and_go(server):
