@@ -313,6 +313,29 @@ def test_batches_and_samples_are_ordered(server):
         (CHAT, {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "code"}]}, "tools[0].type"),
         (CHAT, {}, "messages"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 600}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 600, "max_tokens": 5}, "max_completion_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools"),
+        (COMPLETIONS, {"prompt": "\ud800"}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x", "\ud800"]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "bad_words": ["\ud800"]}, "bad_words"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 600}, "max_tokens"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": [{"role": "robot", "content": "x"}]}, "input"),
+        (RESPONSES, {"input": "x " * 600}, "input"),
+        (RESPONSES, {"input": "\ud800"}, "input"),
+        (RESPONSES, {"input": "x", "instructions": "\ud800"}, "instructions"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 600}, "max_output_tokens"),
+        (RESPONSES, {"input": "x", "temperature": 3}, "temperature"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input[0].name"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
@@ -326,6 +349,15 @@ def test_a_bad_field_is_named(server, path, body, param):
     assert answer.status == 400
     assert answer.error["param"] == param
     assert answer.error["type"] == "invalid_request_error"
+
+
+def test_an_error_calls_its_field_as_the_client_does(server):
+    options = {"logprobs": True, "top_logprobs": 21}
+    assert server.ask(CHAT, {"messages": MESSAGES, **options}).error["message"].startswith("top_logprobs is 21;")
+    error = server.ask(RESPONSES, {"input": "x", "max_output_tokens": 600}).error
+    assert (error["code"], "lower max_output_tokens to" in error["message"]) == ("context_length_exceeded", True)
+    error = server.ask(RESPONSES, {"input": "x", "max_output_tokens": 0}).error
+    assert error["message"].startswith("max_output_tokens is 0;")
 
 
 def test_requests_that_are_no_requests(server):
