@@ -503,6 +503,11 @@ def test_metrics_count_what_was_served(server):
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert grown[f"{name}_count"] == 2
     assert grown["inter_token_latency_seconds_count"] == 8
+    assert grown["iteration_tokens_total_count"] == 10
+    num_computed = grown["prompt_tokens_total"] - grown["prefix_cache_hits_total"] + 2 * 4  # a last token never is
+    assert grown["iteration_tokens_total_sum"] == num_computed
+    assert grown["request_num_preemptions_count"] == 2
+    assert grown["request_num_preemptions_sum"] == 0
     assert after["engine_healthy"] == 1
     assert (
         'request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
