@@ -44,7 +44,7 @@ def new_parser(service: Service, body: ChatBody, call: Call) -> ChatOutputParser
         generation_prefix(service.tokenizer, call.generation.states[0].prompt_token_ids),
         tools=bool(body.shown_tools),
         tool_choice=body.tool_choice,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.may_call_several,
     )
 
 

@@ -334,7 +334,9 @@ class ChatBody(GenerationBody):
     @property
     def constraints(self) -> dict[str, dict[str, Any]]:
         found = super().constraints
-        return {**found, "tool_choice": {"tool_calls": self.forced_tools}} if self.forced_tools else found
+        if self.forced_tools:
+            found["tool_choice"] = {"tool_calls": self.forced_tools, "parallel_tool_calls": self.may_call_several}
+        return found
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -365,6 +367,11 @@ class ChatBody(GenerationBody):
             return tools if self.tool_choice == "required" else []
         name = _named_function(self.tool_choice)
         return [tool for tool in tools if name is not None and tool["function"].get("name") == name]
+
+    @property
+    def may_call_several(self) -> bool:
+        """A function that is named has to be called once."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, dict)
 
     @property
     def prompt_field(self) -> str:
