@@ -150,6 +150,20 @@ def test_lpb_01_no_infinity_reaches_json(tokenizer):
         to_json(math.inf)
 
 
+def test_log_probabilities_of_a_long_prompt_share_the_texts_of_their_tokens(tokenizer):
+    ids = [300, 301] * 50
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    state = RequestState(RequestSpec("1", None, ids, params, seed=0), tokenizer)
+    rows = [entry(id_, i302=-2.0) for id_ in ids[1:]]
+    row = wire.encode_output(wire.WireOutput("1-0", None, prompt_logprobs=(1, rows)), is_first=False)
+    state.take(wire.decode_output(wire.unpack(wire.pack(row))[0]), lambda *_: None)
+    texts = [value.decoded_token for values in state.prompt_logprobs[1:] for value in values.values()]
+    piece = CompletionLogprobs(tokenizer, 1, skip_special_tokens=True).prompt(ids, state.prompt_logprobs)
+    texts += [*piece["tokens"], *(text for top in piece["top_logprobs"][1:] for text in top)]
+    assert len(texts) > 300
+    assert len({*map(id, texts)}) == 3
+
+
 def test_the_sampled_token_is_always_among_the_top_ones(tokenizer):
     values = {300: Logprob(-9.0, 50), 301: Logprob(-0.1, 1), 302: Logprob(-2.0, 2)}
     piece = CompletionLogprobs(tokenizer, 1, skip_special_tokens=True).output([300], [values])

@@ -46,6 +46,7 @@ class Tokenizer:
         self._added_ids = {token.content: id_ for id_, token in added.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.bytes_of_id = _BytesOfId(backend, {id_: token.content.encode() for id_, token in added.items()})
+        self._text_of_id: dict[int, str] = {}  # of those that were asked for
         self._chat_template = ChatTemplate(config.get("chat_template"), variables=named)
         self._folder = folder
         self.is_byte_level = _is_byte_level(backend)
@@ -151,8 +152,14 @@ class Tokenizer:
         return self.bytes_of_id[id_]
 
     def token_str(self, id_: int) -> str:
-        """The id's text for display, special tokens included; part of a character shows as U+FFFD."""
-        return self.bytes_of_id[id_].decode(errors="replace")
+        """The id's text for display, special tokens included; part of a character shows as U+FFFD.
+
+        Always the same object: log-probabilities of a long prompt hold a text for each of hundreds of thousands of ids.
+        """
+        text = self._text_of_id.get(id_)
+        if text is None:
+            text = self._text_of_id[id_] = self.bytes_of_id[id_].decode(errors="replace")
+        return text
 
 
 class _BytesOfId(dict[int, bytes]):
