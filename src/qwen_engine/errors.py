@@ -1,5 +1,9 @@
 """Errors that reach a user: one line each, with both numbers and what to do next."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
 MAX_SHOWN_CHARS = 80
 MAX_SUMMARY_CHARS = 2000
 
@@ -37,6 +41,15 @@ class RequestError(QwenEngineError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    def renamed(self, names: Mapping[str, str]) -> RequestError:
+        """This error for somebody who knows fields by other names. names: a field's name here → there."""
+        if self.param is None or self.param not in names:
+            return self
+        name, message = names[self.param], str(self)
+        if message.startswith(f"{self.param} is "):
+            message = name + message[len(self.param) :]
+        return RequestError(message, name)
 
 
 class CheckpointError(QwenEngineError):

@@ -37,11 +37,14 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so n samples of one seed get n different
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What the text of an output has to be: exactly one of the fields. Each is compiled when the request is made.
+    """What the text of an output has to be: exactly one of the fields but the last.
+
+    Each is compiled when the request is made.
 
     json: matches this JSON schema (an object, or its text). json_object: any JSON object. regex: matches as a whole.
     choice: is one of these strings. grammar: is derived from `start` of a Lark grammar, or `root` of an EBNF one.
-    tool_calls: is one call or several of these tools (OpenAI's objects), as Qwen3 writes them.
+    tool_calls: is one call or several of these tools (OpenAI's objects), as Qwen3 writes them. With
+    parallel_tool_calls=False it is one.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -50,10 +53,14 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     tool_calls: str | Sequence[Mapping[str, Any]] | None = None
+    parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.json_object, bool):
-            raise _bad_structure(f"json_object is {shown(self.json_object)}; it must be true or false")
+        for name in ("json_object", "parallel_tool_calls"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad_structure(f"{name} is {shown(getattr(self, name))}; it must be true or false")
+        if not self.parallel_tool_calls and self.tool_calls is None:
+            raise _bad_structure("parallel_tool_calls is false, which says nothing without tool_calls")
         given = [
             name for name in ("json", "regex", "choice", "grammar", "tool_calls") if getattr(self, name) is not None
         ]

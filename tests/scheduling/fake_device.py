@@ -259,8 +259,10 @@ class Driver:
     def settle(self) -> None:
         """Applies the oldest launched step."""
         plan, token_ids = self.launched.popleft()
+        num_before = self.scheduler.num_applied_tokens
         owners = self.scheduler.apply(plan.step, token_ids)
         assert len(owners) == len(token_ids)
+        assert self.scheduler.num_applied_tokens - num_before == sum(plan.num_tokens)
         for owner, token_id in zip(owners, token_ids):
             if owner is not None:
                 self.outputs[id(owner)].append(token_id)

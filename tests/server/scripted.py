@@ -82,7 +82,8 @@ class ScriptedClient(EngineClient):
                 if sequence_id in self._ended or position >= len(outputs[sequence_id]):
                     del outputs[sequence_id]
                 else:
-                    self._take(outputs[sequence_id][position : position + self.group], None)
+                    rows = outputs[sequence_id][position : position + self.group]
+                    self._take(rows, None, len(rows))
             position += self.group
             if self.fails_after is not None and position >= self.fails_after:
                 self._fail_all(EngineDeadError("its script says so"))

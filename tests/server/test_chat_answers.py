@@ -108,6 +108,23 @@ def test_the_openai_packages_own_stream_gives_the_whole_message(scripted):
     assert message.tool_calls[0].function.arguments == '{"city": "北京 🌧"}'
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_refusal_by_the_engine_calls_fields_as_the_client_does(scripted, monkeypatch, stream):
+    def refuse(kind: str, *arguments: Any) -> None:
+        if kind == "add":
+            ((fields,),) = arguments
+            scripted.client._refuse([fields[0]], "it is too much", "max_tokens", True)
+
+    monkeypatch.setattr(scripted.client, "_send", refuse)
+    for options, param in (({"max_tokens": 5}, "max_tokens"), ({"max_completion_tokens": 5}, "max_completion_tokens")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(scripted, stream=stream, **options)
+        assert caught.value.param == param
+    with pytest.raises(openai.BadRequestError) as caught:
+        scripted.openai.responses.create(model=MODEL, input="x", max_output_tokens=5, stream=stream)
+    assert caught.value.param == "max_output_tokens"
+
+
 PIECES = st.lists(
     st.sampled_from(
         [

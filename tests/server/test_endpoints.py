@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -128,6 +130,24 @@ def test_models_version_and_probes(server, client):
     for path in ("/health", "/ready", "/ping"):
         answer = server.ask(path)
         assert (answer.status, answer.body) == (200, b"")
+
+
+def test_head_is_get_without_a_body(server):
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port)  # a body would be read as the next answer
+    with contextlib.closing(connection):
+        for path in ("/", "/health", "/ready", "/ping", "/version", "/v1/models", "/v1/models/no", "/metrics", "/none"):
+            answers = []
+            for method in ("GET", "HEAD"):
+                connection.request(method, path)
+                with connection.getresponse() as response:
+                    headers = {name: response.headers[name] for name in ("Content-Type", "Content-Security-Policy")}
+                    answers.append((response.status, headers, response.read()))
+            (status, headers, _), head = answers
+            assert head == (status, headers, b""), path
+            assert status in (200, 404)
+        connection.request("HEAD", COMPLETIONS)
+        assert connection.getresponse().status == 405
 
 
 def test_tokens_come_and_go(server):
@@ -293,6 +313,29 @@ def test_batches_and_samples_are_ordered(server):
         (CHAT, {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "code"}]}, "tools[0].type"),
         (CHAT, {}, "messages"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 600}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 600, "max_tokens": 5}, "max_completion_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools"),
+        (COMPLETIONS, {"prompt": "\ud800"}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x", "\ud800"]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "bad_words": ["\ud800"]}, "bad_words"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 600}, "max_tokens"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": [{"role": "robot", "content": "x"}]}, "input"),
+        (RESPONSES, {"input": "x " * 600}, "input"),
+        (RESPONSES, {"input": "\ud800"}, "input"),
+        (RESPONSES, {"input": "x", "instructions": "\ud800"}, "instructions"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 600}, "max_output_tokens"),
+        (RESPONSES, {"input": "x", "temperature": 3}, "temperature"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input[0].name"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
@@ -306,6 +349,15 @@ def test_a_bad_field_is_named(server, path, body, param):
     assert answer.status == 400
     assert answer.error["param"] == param
     assert answer.error["type"] == "invalid_request_error"
+
+
+def test_an_error_calls_its_field_as_the_client_does(server):
+    options = {"logprobs": True, "top_logprobs": 21}
+    assert server.ask(CHAT, {"messages": MESSAGES, **options}).error["message"].startswith("top_logprobs is 21;")
+    error = server.ask(RESPONSES, {"input": "x", "max_output_tokens": 600}).error
+    assert (error["code"], "lower max_output_tokens to" in error["message"]) == ("context_length_exceeded", True)
+    error = server.ask(RESPONSES, {"input": "x", "max_output_tokens": 0}).error
+    assert error["message"].startswith("max_output_tokens is 0;")
 
 
 def test_requests_that_are_no_requests(server):
@@ -451,6 +503,11 @@ def test_metrics_count_what_was_served(server):
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert grown[f"{name}_count"] == 2
     assert grown["inter_token_latency_seconds_count"] == 8
+    assert grown["iteration_tokens_total_count"] == 10
+    num_computed = grown["prompt_tokens_total"] - grown["prefix_cache_hits_total"] + 2 * 4  # a last token never is
+    assert grown["iteration_tokens_total_sum"] == num_computed
+    assert grown["request_num_preemptions_count"] == 2
+    assert grown["request_num_preemptions_sum"] == 0
     assert after["engine_healthy"] == 1
     assert (
         'request_success_total{engine="0",finished_reason="length",model_name="tiny"}'

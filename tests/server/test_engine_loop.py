@@ -175,6 +175,18 @@ def test_requests_of_a_call_are_taken_together_or_not_at_all(peer):
     assert not peer.core.has_work
 
 
+def test_every_step_tells_how_many_tokens_it_has_computed(peer):
+    peer.core.scheduler.max_num_batched_tokens = 40
+    peer.add("1", prompt=[*range(5, 105)])
+    told, ended = [], False
+    while not ended:
+        kind, rows, _, num_tokens = peer.next()
+        assert kind == "step"
+        told.append((len(rows), num_tokens))
+        ended = any(wire.decode_output(row).finish_reason for row in rows)
+    assert told == [(0, 40), (0, 40), (1, 20), (1, 1), (1, 1), (1, 1)]
+
+
 def test_a_failed_step_aborts_what_runs_and_the_next_request_is_served(peer, monkeypatch):
     peer.add("1")
     expected = peer.tokens("1-0")["1-0"]

@@ -43,7 +43,7 @@ def client(server: Server) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def ids(server: Server) -> dict[str, str]:
     """Of tokens, as keys of `logit_bias`."""
-    texts = ("<|im_end|>", "}", "<think>", "</think>")
+    texts = ("<|im_end|>", "}", "<think>", "</think>", "\n")
     return {text: str(server.ask("/tokenize", {"prompt": text}).json["tokens"][0]) for text in texts}
 
 
@@ -148,6 +148,23 @@ def test_calls_that_have_to_be_made_are_made(server, short):
     body = {"input": "x", "tools": flat, "tool_choice": "required", "reasoning": {"effort": "none"}}
     response = server.ask(RESPONSES, {**body, "max_output_tokens": 60}).json
     assert {item["type"] for item in response["output"]} == {"function_call"}
+
+
+def test_a_named_function_and_one_that_may_not_be_parallel_are_called_once(server, ids):
+    """By a model that would go on for ever."""
+    bias = {ids["\n"]: 100, ids["<|im_end|>"]: -100}
+    options = {"tools": TOOLS, "logit_bias": bias, **NO_THINKING}
+    choice = chat(server, tool_choice="required", **options)
+    assert choice["finish_reason"] == "length"
+    assert len(choice["message"]["tool_calls"]) > 1
+    named = {"type": "function", "function": {"name": "g"}}
+    for more in ({"tool_choice": named}, {"tool_choice": named, "parallel_tool_calls": True}):
+        choice = chat(server, **more, **options)
+        assert choice["finish_reason"] == "stop"
+        assert check_call(choice) == "g"
+    choice = chat(server, tool_choice="required", parallel_tool_calls=False, **options)
+    assert choice["finish_reason"] == "tool_calls"
+    check_call(choice)
 
 
 def check_call(choice: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from qwen_engine import cli
 from qwen_engine.errors import ConfigError, RequestError
+from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import DEMO_FOLDER
 from qwen_engine.request import Logprob, RequestSpec, SamplingParams
 from qwen_engine.server import wire
@@ -23,6 +24,7 @@ from qwen_engine.server.errors import MAX_MESSAGE_CHARS, ApiError, as_api_error
 from qwen_engine.server.json_response import to_json
 from qwen_engine.server.log_format import JsonFormatter, TextFormatter
 from qwen_engine.server.logprobs import LOGPROB_FLOOR, CompletionLogprobs, chat_logprobs, join_pieces
+from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.protocol import ChatBody, ResponsesBody
 from qwen_engine.server.serve import API_KEY_VARIABLE, parse_args
 from qwen_engine.tokenization.chat_output import ReasoningDelta
@@ -84,9 +86,34 @@ def test_an_output_crosses_unchanged(output):
 
 
 def test_a_plain_token_is_a_row_of_two():
-    output = wire.WireOutput("1-0", 42, num_cached_tokens=16, num_preemptions=1, scheduled_time=5.0)
+    output = wire.WireOutput("1-0", 42, num_cached_tokens=16, scheduled_time=5.0)
     assert wire.encode_output(output, is_first=False) == ("1-0", 42)
     assert wire.decode_output(("1-0", 42)) == wire.WireOutput("1-0", 42)
+    preempted = output._replace(num_preemptions=2)
+    assert wire.decode_output(wire.encode_output(preempted, is_first=False)) == preempted
+
+
+def test_the_longest_sample_and_preemptions_of_a_request_that_was_cut_off_are_counted(tokenizer):
+    metrics = Metrics(prefix="p", model_name="m")
+    params = SamplingParams(n=2, max_tokens=50)
+    state = RequestState(RequestSpec("1", "text", [300] * 9, params, seed=0), tokenizer, arrival_time=0.0)
+    for sequence_id, num_preemptions in (("1-0", 0), ("1-1", 0), ("1-1", 2), ("1-1", 3), ("1-0", 1)):
+        output = wire.WireOutput(sequence_id, 301, num_cached_tokens=4, num_preemptions=num_preemptions)
+        row = wire.encode_output(output, is_first=num_preemptions == 0)
+        state.take(wire.decode_output(row), lambda *_: None)
+    state.abort()
+    metrics.observe_request(state)
+    text = metrics.exposition(wire.EngineStats(), healthy=True).decode()
+    for name, total in (
+        ("request_num_preemptions", 4),
+        ("request_max_num_generation_tokens", 3),
+        ("request_generation_tokens", 5),
+        ("request_prefill_kv_computed_tokens", 5),
+        ("request_params_n", 2),
+        ("request_params_max_tokens", 50),
+    ):
+        assert f'p:{name}_sum{{engine="0",model_name="m"}} {total}.0\n' in text
+        assert f'p:{name}_count{{engine="0",model_name="m"}} 1.0\n' in text
 
 
 def entry(token_id: int, logprob: float = -0.5, **others: float) -> dict[int, Logprob]:
@@ -121,6 +148,20 @@ def test_lpb_01_no_infinity_reaches_json(tokenizer):
         assert str(LOGPROB_FLOOR) in to_json(content).decode()
     with pytest.raises(ValueError):
         to_json(math.inf)
+
+
+def test_log_probabilities_of_a_long_prompt_share_the_texts_of_their_tokens(tokenizer):
+    ids = [300, 301] * 50
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    state = RequestState(RequestSpec("1", None, ids, params, seed=0), tokenizer)
+    rows = [entry(id_, i302=-2.0) for id_ in ids[1:]]
+    row = wire.encode_output(wire.WireOutput("1-0", None, prompt_logprobs=(1, rows)), is_first=False)
+    state.take(wire.decode_output(wire.unpack(wire.pack(row))[0]), lambda *_: None)
+    texts = [value.decoded_token for values in state.prompt_logprobs[1:] for value in values.values()]
+    piece = CompletionLogprobs(tokenizer, 1, skip_special_tokens=True).prompt(ids, state.prompt_logprobs)
+    texts += [*piece["tokens"], *(text for top in piece["top_logprobs"][1:] for text in top)]
+    assert len(texts) > 300
+    assert len({*map(id, texts)}) == 3
 
 
 def test_the_sampled_token_is_always_among_the_top_ones(tokenizer):

@@ -224,6 +224,18 @@ def test_arguments_of_a_call_are_an_object(compiler):
             compiler.check(StructuredOutputs(**of({"type": kind})))
 
 
+def test_a_second_call_is_allowed_or_not(tiny, compiler):
+    call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    for parallel in (True, False):
+        matcher = start(compiler, tool_calls=TOOLS, parallel_tool_calls=parallel)
+        accept_text(matcher, tiny, call)
+        assert matcher.is_complete
+        assert (allowed(matcher) == {tiny.eos_token_id}) != parallel
+        if parallel:
+            accept_text(matcher, tiny, "\n" + call)
+            assert matcher.is_complete
+
+
 def test_any_json_object(tiny, compiler):
     for text in ("{}", '{"a": [1, {"b": null}],\n  "c": "é"}', '{"": {}}'):
         matcher = start(compiler, json_object=True)
@@ -335,6 +347,8 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"tool_calls": []},
     {"tool_calls": "{"},
     {"tool_calls": [{"name": "f"}]},
+    {"json_object": True, "parallel_tool_calls": False},
+    {"tool_calls": [{"function": {"name": "f"}}], "parallel_tool_calls": 0},
     {"tool_calls": [{"function": {"name": ""}}]},
     {"tool_calls": [{"function": {"name": "f", "parameters": 5}}]},
     {"colour": "red"},

@@ -90,7 +90,10 @@ class InputProcessor:
         found: list[list[int]] = []
         for word in words:
             for text in (word, " " + word.lstrip()):
-                ids = self.needs_tokenizer().encode(text, add_special_tokens=False)
+                try:
+                    ids = self.needs_tokenizer().encode(text, add_special_tokens=False)
+                except RequestError as error:
+                    raise error.renamed({"prompt": "bad_words"}) from error
                 if ids and ids not in found:
                     found.append(ids)
         return found

@@ -129,8 +129,13 @@ class RequestState:
         return [sample.finish_reason for sample in self._samples.values()]
 
     @property
+    def output_lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [len(sample.token_ids) for sample in self._samples.values()]
+
+    @property
     def num_output_tokens(self) -> int:
-        return sum(len(sample.token_ids) for sample in self._samples.values())
+        return sum(self.output_lengths)
 
     @property
     def num_reasoning_tokens(self) -> int | None:

@@ -35,9 +35,11 @@ class _LaunchedStep:
     """What `apply` needs of a scheduled step: its rows as (request, token index where the row ends).
 
     Rows that sample are in `requests` and `ends`, in plan order; chunks that do not reach the last token in `partial`.
+    num_tokens: of all rows.
     """
 
     step: int
+    num_tokens: int = 0
     requests: list[Request] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     partial: list[tuple[Request, int]] = field(default_factory=list)
@@ -71,6 +73,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # worst first: the next one to admit is popped from the end
         self.running: list[Request] = []  # best first: the next one to preempt is popped from the end
         self.num_preemptions = 0
+        self.num_applied_tokens = 0  # computed by all steps that were applied
         self.num_with_prompt_logprobs = 0  # live requests that ask for them
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -157,9 +160,10 @@ class Scheduler:
         plan = StepPlan(step=self._num_steps, slots=[], num_tokens=[])
         budget = self._schedule_decodes(self.max_num_batched_tokens, plan, launched)
         budget = self._schedule_chunks(budget, plan, launched)
-        self._admit(budget, plan, launched)
+        budget = self._admit(budget, plan, launched)
         if not plan.slots:
             return None
+        launched.num_tokens = self.max_num_batched_tokens - budget
         plan.freed_slots.extend(self._freed_slots)
         self._freed_slots.clear()
         self._launched.append(launched)
@@ -175,6 +179,7 @@ class Scheduler:
         launched = self._launched.popleft()
         if launched.step != step or len(token_ids) != len(launched.requests):
             raise AssertionError(f"step {step} with {len(token_ids)} tokens is not launched step {launched.step}")
+        self.num_applied_tokens += launched.num_tokens
         for request, end in launched.partial:
             self._publish(request, end, step)
         block_size, finished = self.block_manager.block_size, RequestStatus.FINISHED
@@ -273,11 +278,11 @@ class Scheduler:
                 self._add_chunk(request, num_tokens, plan, launched)
         return budget
 
-    def _admit(self, budget: int, plan: StepPlan, launched: _LaunchedStep) -> None:
+    def _admit(self, budget: int, plan: StepPlan, launched: _LaunchedStep) -> int:
         """Moves requests from the queue to running while budget, slots and blocks last; nobody passes its head.
 
         Blocks for all known tokens are taken at once, plus one left free for each running request, so that an admitted
-        request is not preempted again before it has moved.
+        request is not preempted again before it has moved. Returns the budget that is left.
         """
         block_manager = self.block_manager
         while budget and self.waiting and self._free_slots:
@@ -306,6 +311,7 @@ class Scheduler:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             budget -= num_tokens
             self._add_chunk(request, num_tokens, plan, launched)
+        return budget
 
     def _match(self, request: Request) -> list[int]:
         """Cached blocks for the request's prefix; never its last token, whose logits are needed."""

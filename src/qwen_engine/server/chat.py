@@ -20,24 +20,20 @@ from qwen_engine.tokenization.reasoning import ReasoningSplitter, generation_pre
 
 async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
     body.check()
-    call = await open_chat(service, body, request, id_prefix="chatcmpl-")
-    answer = _Answer(service, body, call)
-    return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
+    with body.naming_fields():
+        call = await open_chat(service, body, request, id_prefix="chatcmpl-")
+        answer = _Answer(service, body, call)
+        return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
 
 
 async def open_chat(service: Service, body: ChatBody, request: Request, *, id_prefix: str) -> Call:
     """Sends a checked chat to the engine."""
     return await service.open(
         request,
+        body,
         id_prefix=id_prefix,
-        model=body.model,
-        streams=bool(body.stream),
         num_sequences=max(1, body.n or 1),
-        timeout_s=body.timeout,
-        prompt_field="messages",
-        limit=(body.limit[0] if body.limit[1] is not None else "max_completion_tokens", body.limit[1]),
         prepare=lambda: _specs(service, body),
-        is_constrained=bool(body.constraints),
         new_splitter=lambda spec: _new_splitter(service, body, spec),
     )
 
@@ -48,7 +44,7 @@ def new_parser(service: Service, body: ChatBody, call: Call) -> ChatOutputParser
         generation_prefix(service.tokenizer, call.generation.states[0].prompt_token_ids),
         tools=bool(body.shown_tools),
         tool_choice=body.tool_choice,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.may_call_several,
     )
 
 
@@ -71,11 +67,8 @@ def _specs(service: Service, body: ChatBody) -> Sequence[RequestSpec]:
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt,
     }
-    with body.naming_constraint():
-        params = body.sampling_params(
-            service.options.sampling_defaults, max_tokens=body.limit[1], logprobs=num_logprobs
-        )
-        spec = service.inputs.process(prompt, params)
+    params = body.sampling_params(service.options.sampling_defaults, max_tokens=body.limit[1], logprobs=num_logprobs)
+    spec = service.inputs.process(prompt, params)
     spec.sequence(0)  # refuses malformed fields
     return [spec]
 

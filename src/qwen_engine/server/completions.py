@@ -18,20 +18,16 @@ from qwen_engine.tokenization.tokenizer import Tokenizer
 
 async def completions(service: Service, body: CompletionBody, request: Request) -> Response:
     body.check()
-    call = await service.open(
-        request,
-        id_prefix="cmpl-",
-        model=body.model,
-        streams=bool(body.stream),
-        num_sequences=len(body.prompts) * max(1, body.n or 1),
-        timeout_s=body.timeout,
-        prompt_field="prompt",
-        limit=("max_tokens", body.max_tokens),
-        prepare=lambda: _specs(service, body),
-        is_constrained=bool(body.constraints),
-    )
-    answer = _Answer(service, body, call)
-    return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
+    with body.naming_fields():
+        call = await service.open(
+            request,
+            body,
+            id_prefix="cmpl-",
+            num_sequences=len(body.prompts) * max(1, body.n or 1),
+            prepare=lambda: _specs(service, body),
+        )
+        answer = _Answer(service, body, call)
+        return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
 
 
 def _specs(service: Service, body: CompletionBody) -> Sequence[RequestSpec]:
@@ -42,16 +38,14 @@ def _specs(service: Service, body: CompletionBody) -> Sequence[RequestSpec]:
         more["max_tokens"] = body.max_tokens
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    with body.naming_constraint():
-        params = body.sampling_params(service.options.sampling_defaults, **more)
+    params = body.sampling_params(service.options.sampling_defaults, **more)
     specs = []
     for prompt in body.prompts:
         if not isinstance(prompt, str):
             check_token_ids(service.tokenizer, prompt, "prompt")
         form: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         form |= {"priority": body.priority or 0, "cache_salt": body.cache_salt}
-        with body.naming_constraint():
-            spec = service.inputs.process(form, params)
+        spec = service.inputs.process(form, params)
         spec.sequence(0)  # refuses malformed fields
         specs.append(spec)
     return specs

@@ -476,7 +476,8 @@ class EngineClient:
                     engine.last_words, engine.refused_config = arguments[0], arguments[1] and not ready.done()
                     return
 
-    def _take(self, rows: Sequence[Sequence[object]], stats: Sequence[float] | None) -> None:
+    def _take(self, rows: Sequence[Sequence[object]], stats: Sequence[float] | None, num_tokens: int) -> None:
+        """What a step brought, the engine's numbers if they are new, and the tokens that the step computed."""
         for row in rows:
             live = self._live.get(row[0])
             if live is not None:  # it may have been aborted, or ended by a stop string, since this was computed
@@ -486,6 +487,8 @@ class EngineClient:
                 except Exception as error:  # of this request alone; the others go on
                     logger.exception("an output could not be taken")
                     self._fail(generation, error)
+        if num_tokens:
+            self._metrics.observe_step(num_tokens)
         if stats is not None:
             self.stats = wire.EngineStats(*stats)
 

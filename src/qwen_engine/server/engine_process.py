@@ -68,14 +68,14 @@ class EngineLoop:
                     self._queue(call)
                 else:
                     self._refuse(call, error)
-            rows = []
+            rows, num_tokens = [], 0
             if self._core.has_work and not self._stopping:
-                rows = self._step()
+                rows, num_tokens = self._step()
             else:
                 self._core.check_ranks()
             stats = self._new_stats()
-            if rows or stats:
-                self._send("step", rows, stats)
+            if rows or stats or num_tokens:
+                self._send("step", rows, stats, num_tokens)
 
     def _take_commands(self, wait_s: float) -> None:
         while self._socket.poll(wait_s * 1000):
@@ -137,8 +137,10 @@ class EngineLoop:
             logger.error("a request cannot be taken", exc_info=error)
         self._send("refused", call.request_ids, str(error), error.param if is_refusal else None, is_refusal)
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> tuple[list[Any], int]:
+        """Its outputs for the wire, and how many tokens it has computed."""
         scheduler = self._core.scheduler
+        num_before = scheduler.num_applied_tokens
         self.step_start = time.monotonic()
         try:
             outputs = self._core.step()
@@ -152,14 +154,15 @@ class EngineLoop:
             if self._num_failed_steps >= MAX_FAILED_STEPS:
                 raise EngineDeadError(f"{self._num_failed_steps} steps in a row failed ({summary(error)})") from error
             self._send("aborted", summary(error))
-            return []
+            return [], 0
         finally:
             self.step_start = None
         self._num_failed_steps = 0
-        return [
+        rows = [
             wire.encode_output(output, is_first=output.token_id is not None and output.request.num_output_tokens == 1)
             for output in outputs
         ]
+        return rows, scheduler.num_applied_tokens - num_before
 
     def _idle_wait_s(self) -> float:
         """Until the next look at the ranks; at once if there are numbers that nobody has been told."""

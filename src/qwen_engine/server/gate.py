@@ -1,4 +1,4 @@
-"""What stands before every route: request ids, API keys, content types, body sizes, and a net for stray exceptions.
+"""What stands before every route: request ids, API keys, content types, body sizes, HEAD, a net for stray exceptions.
 
 Pure ASGI, so that nothing comes between a route and its client's disconnect. Every path but OPEN_PATHS needs a key when
 there are keys, whatever the route, method or spelling: the check knows no prefixes.
@@ -43,6 +43,8 @@ class Gate:
         given_id = headers.get(REQUEST_ID_HEADER, "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        if scope["method"] == "HEAD":  # answered as GET is; the HTTP server, which knows better, leaves the body out
+            scope = {**scope, "method": "GET"}
         has_begun = False
 
         async def send_with_id(message: Message) -> None:

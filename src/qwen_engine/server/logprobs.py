@@ -98,11 +98,10 @@ def prompt_logprobs(entries: Sequence[PositionLogprobs | None]) -> list[dict[str
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    data = tokenizer.token_bytes(token_id)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    text = tokenizer.token_str(token_id)
+    if "\ufffd" not in text or tokenizer.token_bytes(token_id) == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
 
 
 def finite(logprob: float) -> float:

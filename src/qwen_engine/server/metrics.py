@@ -27,6 +27,8 @@ _REQUEST_BUCKETS = (
     *(120, 240, 480, 960, 1920, 7680),
 )
 _COUNT_BUCKETS = tuple(factor * 10**power for power in range(7) for factor in (1, 2, 5))
+_STEP_BUCKETS = (1, *(2**power for power in range(3, 16)))
+_PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20, 50)
 _LABELS = ("model_name", "engine")
 
 
@@ -68,8 +70,22 @@ class Metrics:
         self._decode = histogram("request_decode_time_seconds", "From first to last token.", _REQUEST_BUCKETS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _COUNT_BUCKETS)
         self._request_output = histogram("request_generation_tokens", "Tokens a request got.", _COUNT_BUCKETS)
+        self._request_longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's longest sample.", _COUNT_BUCKETS
+        )
+        self._request_prefilled = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not in the prefix cache.",
+            _COUNT_BUCKETS,
+        )
+        self._request_preemptions = histogram(
+            "request_num_preemptions",
+            "Preemptions of a request's samples up to their last tokens.",
+            _PREEMPTION_BUCKETS,
+        )
         self._request_n = histogram("request_params_n", "Samples asked for.", _COUNT_BUCKETS)
         self._request_max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", _COUNT_BUCKETS)
+        self._step = histogram("iteration_tokens_total", "Tokens that a step of the engine computed.", _STEP_BUCKETS)
 
     def set_facts(self, facts: EngineFacts) -> None:
         """The engine's cache, as labels of a metric that is always 1."""
@@ -81,6 +97,10 @@ class Metrics:
     def observe_gap(self, gap_s: float) -> None:
         """Between two tokens of one sample."""
         self._gap.observe(gap_s)
+
+    def observe_step(self, num_tokens: int) -> None:
+        """A step of the engine: prompt tokens and one for each sample that was decoded, none from the cache."""
+        self._step.observe(num_tokens)
 
     def observe_request(self, state: RequestState) -> None:
         """A request that has ended, in whatever way."""
@@ -105,6 +125,9 @@ class Metrics:
             self._per_token.observe(decode_s * params.n / (num_output - params.n))
         self._request_prompt.observe(num_prompt)
         self._request_output.observe(num_output)
+        self._request_longest.observe(max(state.output_lengths))
+        self._request_prefilled.observe(num_prompt - state.num_cached_tokens)
+        self._request_preemptions.observe(metrics.num_preemptions)
         self._request_n.observe(params.n)
         if params.max_tokens is not None:
             self._request_max_tokens.observe(params.max_tokens)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     field_validator,
     model_validator,
 )
@@ -27,6 +26,7 @@ from qwen_engine.errors import RequestError, shown
 from qwen_engine.request import MAX_LOGIT_BIAS, SamplingParams
 from qwen_engine.server.errors import ApiError, unsupported
 from qwen_engine.server.response_input import chat_tool, messages_of
+from qwen_engine.tokenization.tokenizer import is_unicode
 
 MAX_PROMPTS = 2048
 MAX_TIMEOUT_S = 86400.0
@@ -147,7 +147,18 @@ class GenerationBody(Body):
     service_tier: Any = Field(None, description=IGNORED)
     safety_identifier: Any = Field(None, description=IGNORED)
     prompt_cache_key: Any = Field(None, description=IGNORED)
-    _format_name: str = PrivateAttr("response_format")
+    client_names: ClassVar[Mapping[str, str]] = {}
+    """Fields that the client has sent under other names."""
+
+    @property
+    def prompt_field(self) -> str:
+        """The client's name of the field that the prompt came in."""
+        raise NotImplementedError
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The output limit, and the client's name of its field."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raises ApiError for combinations that no field's type can exclude."""
@@ -171,8 +182,9 @@ class GenerationBody(Body):
     def _check_format(self) -> None:
         given = self.response_format
         if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
-            reason = f"{self._format_name} of type {given.type} {'has' if given.json_schema else 'needs'} a schema"
-            raise ApiError(400, reason, param=self._format_name)
+            name = self._client_name("response_format")
+            reason = f"{name} of type {given.type} {'has' if given.json_schema else 'needs'} a schema"
+            raise ApiError(400, reason, param=name)
 
     @property
     def constraints(self) -> dict[str, dict[str, Any]]:
@@ -182,21 +194,29 @@ class GenerationBody(Body):
         """
         found = {}
         if self.response_format is not None and (constraint := self.response_format.constraint) is not None:
-            found[self._format_name] = constraint
+            found[self._client_name("response_format")] = constraint
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs.constraint
         return found
 
     @contextlib.contextmanager
-    def naming_constraint(self) -> Iterator[None]:
-        """Errors in what the output has to be get the name of the field that said so."""
+    def naming_fields(self) -> Iterator[None]:
+        """Makes RequestErrors raised inside name fields as the client does; for once `check` has passed."""
         try:
             yield
         except RequestError as error:
-            if error.param != "structured_outputs":
-                raise
-            (name,) = self.constraints
-            raise RequestError(str(error), "tools" if name == "tool_choice" else name) from error
+            raise error.renamed(self._field_names) from error
+
+    @property
+    def _field_names(self) -> dict[str, str]:
+        """What a RequestError calls a field → what the client calls it, or what the client has sent instead."""
+        names = {**self.client_names, "prompt": self.prompt_field, "max_tokens": self.limit[0]}
+        for name in self.constraints:
+            names["structured_outputs"] = "tools" if name == "tool_choice" else name
+        return names
+
+    def _client_name(self, name: str) -> str:
+        return self.client_names.get(name, name)
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """`defaults`, what the body gives, and `more`, the later over the earlier. Raises RequestError."""
@@ -242,6 +262,14 @@ class CompletionBody(GenerationBody):
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    @property
+    def prompt_field(self) -> str:
+        return "prompt"
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
 
     @property
     def only_scores(self) -> bool:
@@ -306,7 +334,9 @@ class ChatBody(GenerationBody):
     @property
     def constraints(self) -> dict[str, dict[str, Any]]:
         found = super().constraints
-        return {**found, "tool_choice": {"tool_calls": self.forced_tools}} if self.forced_tools else found
+        if self.forced_tools:
+            found["tool_choice"] = {"tool_calls": self.forced_tools, "parallel_tool_calls": self.may_call_several}
+        return found
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -339,11 +369,23 @@ class ChatBody(GenerationBody):
         return [tool for tool in tools if name is not None and tool["function"].get("name") == name]
 
     @property
+    def may_call_several(self) -> bool:
+        """A function that is named has to be called once."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, dict)
+
+    @property
+    def prompt_field(self) -> str:
+        return self._client_name("messages")
+
+    @property
     def limit(self) -> tuple[str, int | None]:
-        """The output limit, and the name it was given under."""
         if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
+            return self._client_name("max_completion_tokens"), self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+    @property
+    def _field_names(self) -> dict[str, str]:
+        return {**super()._field_names, "logprobs": "top_logprobs"}
 
 
 def _named_function(tool_choice: str | dict[str, Any]) -> str | None:
@@ -353,6 +395,16 @@ def _named_function(tool_choice: str | dict[str, Any]) -> str | None:
     function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
+
+
+class ResponsesChat(ChatBody):
+    """A chat that came to /v1/responses."""
+
+    client_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
 
 
 class ReasoningOptions(Body):
@@ -409,6 +461,14 @@ class ResponsesBody(Body):
     include: Any = Field(None, description=IGNORED)
     stream_options: Any = Field(None, description=IGNORED)
 
+    @field_validator("instructions")
+    @classmethod
+    def _check_instructions(cls, text: str | None) -> str | None:
+        """Here, as they are part of the messages afterwards."""
+        if text is not None and not is_unicode(text):
+            raise ValueError("it holds a lone surrogate (half of a UTF-16 pair)")
+        return text
+
     def as_chat(self) -> ChatBody:
         """The same request as a chat. Raises ApiError for what has no counterpart."""
         if self.previous_response_id is not None:
@@ -421,7 +481,7 @@ class ResponsesBody(Body):
         if isinstance(choice, dict) and "name" in choice:
             choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
         text_format = None if self.text is None else self.text.format
-        chat = ChatBody(
+        return ResponsesChat(
             model=self.model,
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
@@ -437,8 +497,6 @@ class ResponsesBody(Body):
             priority=self.priority,
             cache_salt=self.cache_salt,
         )
-        chat._format_name = "text.format"
-        return chat
 
     def _messages(self) -> list[dict[str, Any]]:
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []

@@ -31,9 +31,10 @@ _ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 async def responses(service: Service, body: ResponsesBody, request: Request) -> Response:
     chat = body.as_chat()
     chat.check()
-    call = await open_chat(service, chat, request, id_prefix="resp_")
-    answer = _Answer(service, body, chat, call)
-    return await (call.stream(answer.events()) if body.stream else call.whole(answer.whole))
+    with chat.naming_fields():
+        call = await open_chat(service, chat, request, id_prefix="resp_")
+        answer = _Answer(service, body, chat, call)
+        return await (call.stream(answer.events()) if body.stream else call.whole(answer.whole))
 
 
 class _Answer:

@@ -26,6 +26,7 @@ from qwen_engine.server.engine_client import EngineClient, EngineStatus, Generat
 from qwen_engine.server.errors import ApiError, as_api_error, context_length_exceeded, unavailable
 from qwen_engine.server.json_response import json_response, to_json
 from qwen_engine.server.metrics import Metrics
+from qwen_engine.server.protocol import GenerationBody
 from qwen_engine.tokenization.reasoning import ReasoningSplitter
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
@@ -106,37 +107,30 @@ class Service:
     async def open(
         self,
         request: Request,
+        body: GenerationBody,
         *,
         id_prefix: str,
-        model: str | None,
-        streams: bool,
         num_sequences: int,
-        timeout_s: float | None,
-        prompt_field: str,
-        limit: tuple[str, int | None],
         prepare: Callable[[], Sequence[RequestSpec]],
-        is_constrained: bool,
         new_splitter: Callable[[RequestSpec], ReasoningSplitter] | None = None,
     ) -> Call:
         """Admits a call and sends it to the engine.
 
-        num_sequences: that `prepare` will make. is_constrained: it has a grammar to check, too. prompt_field: the
-        prompt's, for errors. limit: the output limit the client gave, and its field's name.
-        new_splitter: for chats, of `RequestState`.
+        num_sequences: that `prepare` will make. new_splitter: for chats, of `RequestState`.
         Raises ApiError or RequestError; then nothing of the call is left.
         """
-        model = self.model_name(model)
+        model = self.model_name(body.model)
         self._admit(num_sequences)
         call = Call(self, request, id_prefix=id_prefix, model=model, num_sequences=num_sequences)
         try:
-            pool = self._grammar_pool if is_constrained else self._pool
+            pool = self._grammar_pool if body.constraints else self._pool
             specs = await asyncio.get_running_loop().run_in_executor(pool, prepare)
             for spec in specs:
-                self._check_length(spec, prompt_field, limit)
+                self._check_length(spec, body)
             generation = self.client.submit(
-                specs, streams=streams, arrival_time=call.arrival_time, new_splitter=new_splitter
+                specs, streams=bool(body.stream), arrival_time=call.arrival_time, new_splitter=new_splitter
             )
-            call.begin(generation, timeout_s)
+            call.begin(generation, body.timeout)
         except BaseException as error:
             call.close(error)
             raise
@@ -182,13 +176,13 @@ class Service:
                 "queue_full",
             )
 
-    def _check_length(self, spec: RequestSpec, prompt_field: str, limit: tuple[str, int | None]) -> None:
+    def _check_length(self, spec: RequestSpec, body: GenerationBody) -> None:
         num_prompt, max_len = len(spec.prompt_token_ids), self.max_model_len
-        name, max_tokens = limit
+        name, max_tokens = body.limit
         if num_prompt >= max_len:
             raise context_length_exceeded(
                 f"This model's maximum context length is {max_len} tokens, and the prompt has {num_prompt}; shorten it",
-                prompt_field,
+                body.prompt_field,
             )
         if max_tokens is not None and num_prompt + max_tokens > max_len:
             raise context_length_exceeded(

@@ -59,8 +59,8 @@ class EngineFacts(NamedTuple):
 
 
 class WireOutput(NamedTuple):
-    """A `SequenceOutput` that has crossed. `num_cached_tokens`, `num_preemptions` and `scheduled_time` are only sent
-    with a sequence's first token and with its last.
+    """A `SequenceOutput` that has crossed. `num_cached_tokens` and `scheduled_time` are only sure to be sent with a
+    sequence's first token and with its last.
     """
 
     sequence_id: str
@@ -112,7 +112,7 @@ def decode_spec(fields: Sequence[Any]) -> RequestSpec:
 
 
 def encode_output(output: SequenceOutput, *, is_first: bool) -> tuple[Any, ...]:
-    if not (is_first or output.finish_reason or output.logprobs or output.prompt_logprobs):
+    if not (is_first or output.finish_reason or output.logprobs or output.prompt_logprobs or output.num_preemptions):
         return (output.sequence_id, output.token_id)
     prompt = output.prompt_logprobs
     return (

@@ -335,7 +335,7 @@ def _grammar_of(spec: StructuredOutputs) -> str:
         check_lark(lark)
         return LLMatcher.grammar_from_lark(lark)
     if spec.tool_calls is not None:
-        return LLMatcher.grammar_from_lark(_tool_call_grammar(json.loads(str(spec.tool_calls))))
+        return LLMatcher.grammar_from_lark(_tool_call_grammar(spec))
     schema = _ANY_OBJECT if spec.json is None else json.loads(str(spec.json))
     try:
         return LLMatcher.grammar_from_json_schema(_checked_schema(schema))
@@ -343,10 +343,10 @@ def _grammar_of(spec: StructuredOutputs) -> str:
         raise _refusal(str(error)) from error
 
 
-def _tool_call_grammar(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Lark for one call after the other, each in the form of the chat template."""
+def _tool_call_grammar(spec: StructuredOutputs) -> str:
+    """Lark for one call, or for one after the other, each in the form of the chat template."""
     names, rules = [], []
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(json.loads(str(spec.tool_calls))):
         function = tool["function"]
         parameters = {**_ANY_OBJECT, **(function.get("parameters") or {})}
         if parameters["type"] != "object":  # what else a model wrote there would not be read as a call
@@ -361,7 +361,7 @@ def _tool_call_grammar(tools: Sequence[Mapping[str, Any]]) -> str:
         rules.append(f"arguments_{index}: %json {schema}")
     opening, closing = json.dumps(TOOL_CALL_OPEN + "\n"), json.dumps("\n" + TOOL_CALL_CLOSE)
     rules.append(f"call: {opening} ({' | '.join(names)}) {closing}")
-    return "\n".join(['start: call ("\\n" call)*', *rules])
+    return "\n".join(['start: call ("\\n" call)*' if spec.parallel_tool_calls else "start: call", *rules])
 
 
 def _checked_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Tokenizer:
         self._added_ids = {token.content: id_ for id_, token in added.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.bytes_of_id = _BytesOfId(backend, {id_: token.content.encode() for id_, token in added.items()})
+        self._text_of_id: dict[int, str] = {}  # of those that were asked for
         self._chat_template = ChatTemplate(config.get("chat_template"), variables=named)
         self._folder = folder
         self.is_byte_level = _is_byte_level(backend)
@@ -73,7 +74,7 @@ class Tokenizer:
         for text in texts:
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a string, not {type(text).__name__}", param="prompt")
-            if not text.isascii() and not _is_unicode(text):
+            if not text.isascii() and not is_unicode(text):
                 raise RequestError(
                     "the text holds a lone surrogate (half of a UTF-16 pair); send UTF-8", param="prompt"
                 )
@@ -121,7 +122,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """`chat_template_text` as ids. The template writes every special token itself, so encoding adds none."""
+        """`chat_template_text` as ids. The template writes every special token itself, so encoding adds none.
+
+        Raises RequestError, which names the field that is at fault.
+        """
         text = self.chat_template_text(
             messages,
             tools=tools,
@@ -129,7 +133,11 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.encode(text, add_special_tokens=False)
+        try:
+            return self.encode(text, add_special_tokens=False)
+        except RequestError as error:
+            is_fault_of_tools = not is_unicode(json.dumps(tools, ensure_ascii=False, default=str))
+            raise error.renamed({"prompt": "tools" if is_fault_of_tools else "messages"}) from error
 
     def is_special(self, id_: int) -> bool:
         """Whether `skip_special_tokens` hides this id. Qwen3's <think> and <tool_call> are not special."""
@@ -144,8 +152,14 @@ class Tokenizer:
         return self.bytes_of_id[id_]
 
     def token_str(self, id_: int) -> str:
-        """The id's text for display, special tokens included; part of a character shows as U+FFFD."""
-        return self.bytes_of_id[id_].decode(errors="replace")
+        """The id's text for display, special tokens included; part of a character shows as U+FFFD.
+
+        Always the same object: log-probabilities of a long prompt hold a text for each of hundreds of thousands of ids.
+        """
+        text = self._text_of_id.get(id_)
+        if text is None:
+            text = self._text_of_id[id_] = self.bytes_of_id[id_].decode(errors="replace")
+        return text
 
 
 class _BytesOfId(dict[int, bytes]):
@@ -229,7 +243,8 @@ def _token_text(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write it: no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
