@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from qwen_engine import kernels
-from qwen_engine.distributed.peer_memory import INBOX_BYTES, PeerMemory, open_peer_memory
+from qwen_engine.distributed.peer_memory import PeerMemory, open_peer_memory
 from qwen_engine.distributed.tp_group import LOOPBACK, open_store
 from qwen_engine.engine.rank import try_peer_memory
 
@@ -27,17 +27,7 @@ REPLAYS = 3000
 
 
 def push(peers: PeerMemory, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, site: int) -> torch.Tensor:
-    return kernels.push_add_rms_norm(
-        x[None],
-        residual,
-        weight,
-        EPS,
-        addresses=peers.addresses,
-        abort_address=peers.abort_address,
-        rank=peers.rank,
-        site=site,
-        inbox_bytes=INBOX_BYTES,
-    )
+    return kernels.push_add_rms_norm(x[None], residual, weight, EPS, peers, site)
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:

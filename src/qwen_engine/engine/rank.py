@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from qwen_engine import kernels
 from qwen_engine.config import EngineConfig, ModelConfig
-from qwen_engine.distributed.peer_memory import INBOX_BYTES, NUM_SITES, PeerMemory, open_peer_memory
+from qwen_engine.distributed.peer_memory import NUM_SITES, PeerMemory, open_peer_memory
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine import memory
 from qwen_engine.engine.cuda_graphs import graph_sizes
@@ -140,17 +140,8 @@ def try_peer_memory(peers: PeerMemory) -> None:
     results = []
     for site in range(NUM_SITES):
         residual = torch.zeros_like(parts[0])
-        kernels.push_add_rms_norm(
-            parts[peers.rank][None],
-            residual,
-            torch.ones_like(residual[0]),
-            1e-6,
-            addresses=peers.addresses,
-            abort_address=peers.abort_address,
-            rank=peers.rank,
-            site=site,
-            inbox_bytes=INBOX_BYTES,
-        )
+        weight = torch.ones_like(residual[0])
+        kernels.push_add_rms_norm(parts[peers.rank][None], residual, weight, 1e-6, peers, site)
         results.append(residual)
     done = torch.cuda.Event()
     done.record()

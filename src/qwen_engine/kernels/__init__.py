@@ -19,6 +19,7 @@ from types import ModuleType
 
 import torch
 
+from qwen_engine.distributed.peer_memory import PeerMemory
 from qwen_engine.kernels import reference
 
 
@@ -44,36 +45,15 @@ def add_rms_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
 
 
 def push_add_rms_norm(
-    parts: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    addresses: tuple[int, ...],
-    abort_address: int,
-    rank: int,
-    site: int,
-    inbox_bytes: int,
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: PeerMemory, site: int
 ) -> torch.Tensor:
-    """`add_rms_norm` of the parts of all ranks, through memory of the peers' GPUs (distributed/peer_memory.py). CUDA
-    only.
+    """`add_rms_norm` of the parts of all ranks, through the memory of their GPUs. CUDA only.
 
     parts: as there, of weight's dtype if it is one, fp32 if there are several; residual: [tokens, hidden], contiguous,
-    of weight's dtype and at most inbox_bytes. A rank's sum is rounded to that, those of all ranks are added in fp32 in
-    rank order. addresses: of every rank's inboxes; abort_address: of the word that ends the wait for a rank; site: the
-    inbox, another one than that of the last call. Every rank calls it in the same order.
+    of weight's dtype, such that it `fits`. A rank's sum is rounded to that dtype, those of all ranks are added in fp32
+    in rank order. site: the inbox, another one than that of the last call. Every rank calls it in the same order.
     """
-    return _backend(parts).push_add_rms_norm(
-        parts,
-        residual,
-        weight,
-        eps,
-        addresses=addresses,
-        abort_address=abort_address,
-        rank=rank,
-        site=site,
-        inbox_bytes=inbox_bytes,
-    )
+    return _backend(parts).push_add_rms_norm(parts, residual, weight, eps, peers, site)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from qwen_engine import kernels
-from qwen_engine.distributed.peer_memory import INBOX_BYTES
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.layers.linear import parameter
 
@@ -46,14 +45,4 @@ class SummedRMSNorm(RMSNorm):
             part = parts[0] if len(parts) == 1 else parts.sum(dim=0).to(residual.dtype)
             return kernels.add_rms_norm(self._tp.all_reduce(part)[None], residual, self.weight, self.eps)
         self._tp.progress.enter_collective()
-        return kernels.push_add_rms_norm(
-            parts,
-            residual,
-            self.weight,
-            self.eps,
-            addresses=peers.addresses,
-            abort_address=peers.abort_address,
-            rank=self._tp.rank,
-            site=self._site,
-            inbox_bytes=INBOX_BYTES,
-        )
+        return kernels.push_add_rms_norm(parts, residual, self.weight, self.eps, peers, self._site)

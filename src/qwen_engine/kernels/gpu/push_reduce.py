@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.distributed.peer_memory import INBOX_BYTES, PeerMemory
 from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
 
+_INBOX_WORDS = INBOX_BYTES // 4
 _MAX_WARPS = 16
 _MIN_BLOCK = 512
 _MASKED = tl.constexpr(0)  # address of words that do not exist
@@ -194,34 +196,24 @@ def warps_of(block: int) -> int:
 
 
 def push_add_rms_norm(
-    parts: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    addresses: tuple[int, ...],
-    abort_address: int,
-    rank: int,
-    site: int,
-    inbox_bytes: int,
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: PeerMemory, site: int
 ) -> torch.Tensor:
     out = torch.empty_like(residual)
     words = [tensor.view(torch.int32) for tensor in (residual, weight, out)]
-    (tokens, row_words), size = words[0].shape, len(addresses)
-    inbox_words = inbox_bytes // 4
+    tokens, row_words = words[0].shape
     block = max(triton.next_power_of_2(row_words), _MIN_BLOCK)
     _push_add_rms_norm_kernel[(tokens,)](
         parts.view(torch.int32) if len(parts) == 1 else parts,
         *words,
-        addresses,
-        abort_address,
-        site * size * inbox_words,
+        peers.addresses,
+        peers.abort_address,
+        site * peers.size * _INBOX_WORDS,
         row_words,
         eps,
         PARTS=len(parts),
-        RANK=rank,
-        SIZE=size,
-        INBOX_WORDS=inbox_words,
+        RANK=peers.rank,
+        SIZE=peers.size,
+        INBOX_WORDS=_INBOX_WORDS,
         DTYPE=_DTYPES[residual.dtype],
         MINUS_ZERO=_MINUS_ZERO_FP32 if residual.dtype == torch.float32 else _MINUS_ZERO_HALVES,
         BLOCK=block,
