@@ -229,6 +229,27 @@ def test_captured_filters_follow_logits_and_parameters_that_change_on_the_device
         assert torch.equal(lowest, gpu.lowest_kept(logits, *columns))
 
 
+@pytest.mark.parametrize("temperature", [0.6, 0.7, 0.8, 1.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (40, 1.0), (20, 0.95), (151936, 0.95)])
+def test_bounds_that_fall_on_tied_logits_are_the_same_for_all_launches(top_k, top_p, temperature):
+    """In bf16 many logits are equal and lie on a grid, as the bounds of the search may."""
+    rows, vocab_size = 64, 151936
+    rng = torch.Generator("cuda").manual_seed(top_k)
+    logits = (torch.randn(rows, vocab_size, device="cuda", generator=rng) * 3).bfloat16()
+    heat, none = torch.full((rows,), temperature, device="cuda"), torch.zeros(rows, device="cuda")
+    limits = (torch.full((rows,), top_k, device="cuda"), none + top_p, none)
+    expected = reference.lowest_kept(logits, heat, *limits)
+    for _ in range(3):
+        torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda").fill_(float("nan"))  # what is never written
+        actual = gpu.lowest_kept(logits, heat, *limits)
+        scaled = logits.float() * heat.reciprocal()[:, None]
+        kept = [(scaled >= limit[:, None]).sum(dim=1) for limit in (actual, expected)]
+        if top_p == 1.0:
+            assert torch.equal(*kept)
+        else:  # sums of masses may end one logit, and its equals, apart
+            assert ((kept[0] - kept[1]).abs() <= 0.01 * kept[1] + 2).all()
+
+
 def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(gpu, "cuda")
 

@@ -49,6 +49,9 @@ class _Cudart:
         self._call("cudaMemset", address, 0, ctypes.c_size_t(num_bytes))
         return address.value
 
+    def synchronize(self) -> None:
+        self._call("cudaDeviceSynchronize")
+
     def free(self, address: int) -> None:
         self._call("cudaFree", ctypes.c_void_p(address))
 
@@ -113,11 +116,12 @@ class PeerMemory:
         self._abort.fill_(1)
 
     def close(self) -> None:
-        """Gives the memory back; no kernel that uses it may be running. Safe to call twice, and after a CUDA error."""
+        """Gives the memory back once all kernels have ended. Safe to call twice, and after a CUDA error."""
         addresses, self.addresses = self.addresses, ()
         own, self._own = self._own, 0
         try:
             with torch.cuda.device(self.device):
+                self._cudart.synchronize()  # kernels that were told to abort may still store into the peers' memory
                 for rank, address in enumerate(addresses):
                     if rank != self.rank:
                         self._cudart.close(address)
@@ -132,7 +136,7 @@ def open_peer_memory(
 ) -> PeerMemory | None:
     """The peer memory of a group, or None if any rank cannot have it. All ranks call it at once.
 
-    self_test: tries it out together with the other ranks; raises RuntimeError if it does not work.
+    self_test: tries it out together with the other ranks; raises if it does not work.
     """
     peers: PeerMemory | None = None
     problem = ""
@@ -146,7 +150,7 @@ def open_peer_memory(
         nonlocal problem
         try:
             return action()
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # no peer access, no such library, a kernel that does not compile: NCCL can do it
             problem = summary(error)
             return b""
 
@@ -167,17 +171,23 @@ def open_peer_memory(
         self_test(peers)
         return b"1"
 
-    for step, action in (("handle", allocate), ("opened", open_all), ("tested", test)):
-        answers = agree(step, attempt(action))
-        if not all(answers):
-            unable = [other for other, answer in enumerate(answers) if not answer]
-            level = logging.INFO if rank else logging.WARNING
-            reason = problem or f"rank {unable[0]} has none"
-            logger.log(level, "all-reduce through NCCL alone, which is slower: no peer memory (%s)", reason)
-            if peers is not None:
-                peers.close()
-            return None
-    return peers
+    try:
+        for step, action in (("handle", allocate), ("opened", open_all), ("tested", test)):
+            answers = agree(step, attempt(action))
+            if not all(answers):
+                break
+        else:
+            return peers
+    except BaseException:  # a rank is gone
+        if peers is not None:
+            peers.close()
+        raise
+    level = logging.INFO if rank else logging.WARNING
+    reason = problem or f"rank {answers.index(b'')} has none"
+    logger.log(level, "all-reduce through NCCL alone, which is slower: no peer memory (%s)", reason)
+    if peers is not None:
+        peers.close()
+    return None
 
 
 def _host_id() -> bytes:

@@ -67,11 +67,10 @@ class TokenSampler:
 
     def _choose_filtered(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         tables = self._tables
-        device_slots = slots.clamp(min=0).long()  # padding reads what slot 0 has
         chosen = tables.sampling.draw(
             self._lm_head.gather(logits),
-            device_slots=device_slots,
-            positions=tables.num_tokens[device_slots].long(),
+            device_slots=slots.long(),
+            positions=tables.num_tokens[slots.clamp(min=0)].long(),
             filtered=True,
         )
         token_ids.copy_(chosen.masked_fill_(slots < 0, 0))

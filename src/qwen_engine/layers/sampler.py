@@ -219,9 +219,14 @@ class SamplingTables:
     def draw(
         self, logits: torch.Tensor, *, device_slots: torch.Tensor, positions: torch.Tensor, filtered: bool
     ) -> torch.Tensor:
-        """The end of `sample`: temperature, the filters if any row may have one, and the draw; int64 [rows]."""
-        temperature, top_p, min_p = self._floats[:3, device_slots].unbind(0)
-        seeds, top_k = self._integers[:2, device_slots].unbind(0)
+        """The end of `sample`: temperature, the filters if any row may have one, and the draw; int64 [rows].
+
+        device_slots: -1 is padding, whose choice means nothing and is a cheap one.
+        """
+        slots = device_slots.clamp(min=0)
+        temperature, top_p, min_p = self._floats[:3, slots].unbind(0)
+        temperature = temperature.masked_fill(device_slots < 0, 0.0)
+        seeds, top_k = self._integers[:2, slots].unbind(0)
         lowest = kernels.lowest_kept(logits, temperature, top_k, top_p, min_p) if filtered else None
         return kernels.gumbel_argmax(logits, temperature, seeds, positions, lowest=lowest)
 

@@ -29,9 +29,10 @@ _BOUNDS = 8
 _PASSES = 3  # 7 parts each: the worst of usual rows, flat ones with top-p, end with about V / 343 candidates
 _CANDIDATES = 4096
 # What is known of a row's limit, explained at `_narrow_kernel`: int32 words, floats as their bits.
-_STATE = 8
-_LOW, _REACH, _HIGH, _LOWER = (tl.constexpr(word) for word in range(4))
-_UPPER, _SIZE, _BEFORE, _TARGET = (tl.constexpr(word) for word in range(4, 8))
+_STATE = 16
+_LOW, _HIGH, _LOWER, _UPPER = (tl.constexpr(word) for word in range(4))
+_SIZE, _BEFORE, _TARGET = (tl.constexpr(word) for word in range(4, 7))
+_SPAN = tl.constexpr(8)  # and as many words as there are bounds
 _UNKNOWN = tl.constexpr(2**31 - 1)  # number of candidates before the first pass
 _TILE = 1024  # what the one program of a row takes at a time
 _PARAMETERS = ["temperature", "top_k", "top_p", "min_p"]  # rows of tables, aligned or not as the batch will have it
@@ -190,12 +191,19 @@ def _search(
 
 
 @triton.jit
-def _bound(low, reach, high, index, BOUNDS: tl.constexpr):
-    """Bound number `index` of a span: the first is low, the last high, those between share out [low, reach) evenly."""
+def _set_span(state, low, reach, high, BOUNDS: tl.constexpr):
+    """Note the bounds of the next pass: the first is low, the last high, those between share out [low, reach) evenly.
+
+    They are computed once and read by all that need them: computed twice they could differ in their last bits.
+    """
+    lane = tl.arange(0, BOUNDS)
     near = low.to(tl.float32, bitcast=True)
-    inner = (near + (reach.to(tl.float32, bitcast=True) - near) * (index / (BOUNDS - 1))).to(tl.int32, bitcast=True)
+    inner = (near + (reach - near) * (lane / (BOUNDS - 1))).to(tl.int32, bitcast=True)
     inner = tl.minimum(tl.maximum(inner, low), high)
-    return tl.where(index == 0, low, tl.where(index == BOUNDS - 1, high, inner))
+    bounds = tl.where(lane == 0, low, tl.where(lane == BOUNDS - 1, high, inner))
+    tl.store(state + _LOW, low)
+    tl.store(state + _HIGH, high)
+    tl.store(state + _SPAN + lane, bounds)
 
 
 @triton.jit
@@ -277,9 +285,7 @@ def _propose_kernel(
         # The whole mass is at least the peak's own, 1: less than 1 - p of it is further away than this.
         reach = tl.minimum(reach, tl.log(vocab_size / (1 - p)))
     tl.store(peaks + row, peak)
-    tl.store(state + _LOW, low)
-    tl.store(state + _REACH, reach.to(tl.int32, bitcast=True))
-    tl.store(state + _HIGH, high)
+    _set_span(state, low, reach, high, BOUNDS)
     tl.store(state + _SIZE, _UNKNOWN)
 
 
@@ -304,7 +310,7 @@ def _measure_kernel(
     state = states + row * STATE
     if tl.load(state + _SIZE) <= CANDIDATES:
         return
-    low, reach, high = tl.load(state + _LOW), tl.load(state + _REACH), tl.load(state + _HIGH)
+    high = tl.load(state + _HIGH)
     peak = tl.load(peaks + row)
     cell = (row * chunks + chunk) * BOUNDS
     nearest = peak - tl.max(tl.load(maxima + (row * chunks + chunk) * GROUPS + tl.arange(0, GROUPS)), 0)
@@ -313,7 +319,7 @@ def _measure_kernel(
         distance = peak - _scaled(logits + row * logits_stride, chunk * CHUNK, vocab_size, factor, CHUNK)
         weight = tl.exp(-distance)
         for index in tl.static_range(BOUNDS):
-            bound = _bound(low, reach, high, index, BOUNDS).to(tl.float32, bitcast=True)
+            bound = tl.load(state + _SPAN + index).to(tl.float32, bitcast=True)
             nearer = tl.where(distance < bound, 1.0, 0.0)
             tl.store(counts + cell + index, tl.sum(nearer, 0).to(tl.int32))
             tl.store(masses + cell + index, tl.sum(nearer * weight, 0))
@@ -340,7 +346,7 @@ def _narrow_kernel(
 ):
     """Replace the state of each row by what the pass has found.
 
-    low, reach, high   bounds around the candidates and how far the next pass spreads its own, see `_bound`
+    low, high, span    bounds around the candidates, and those of the next pass, see `_set_span`
     lower, upper       which of the pass's bounds low and high were
     size               number of candidates
     before             count, or mass in rows with top-p alone, of the logits nearer than low
@@ -372,15 +378,13 @@ def _narrow_kernel(
     upper = lower + 1
     if (k < vocab_size) & (p < 1):
         lower = tl.zeros([], tl.int32)  # top_p will be a share of all that top_k leaves
-    bounds = _bound(tl.load(state + _LOW), tl.load(state + _REACH), tl.load(state + _HIGH), lane, BOUNDS)
+    bounds = tl.load(state + _SPAN + lane)
     low, high = _pick(bounds, lane, lower), _pick(bounds, lane, upper)
     reach = high.to(tl.float32, bitcast=True)
     if high == _INFINITY_BITS:
         # The first pass kept the last seventh of its reach, and what is beyond, for the last bound.
         reach = 1.25 * low.to(tl.float32, bitcast=True) + 1
-    tl.store(state + _LOW, low)
-    tl.store(state + _REACH, reach.to(tl.int32, bitcast=True))
-    tl.store(state + _HIGH, high)
+    _set_span(state, low, reach, high, BOUNDS)
     tl.store(state + _LOWER, lower)
     tl.store(state + _UPPER, upper)
     tl.store(state + _SIZE, _pick(count, lane, upper) - _pick(count, lane, lower))
