@@ -223,6 +223,8 @@ class Executor:
             self._tp = self._watched(connect, CONNECT_TIMEOUT_S, "connecting all ranks")
             share = functools.partial(setup.with_peer_memory, self._tp, self._store)
             self._tp = self._watched(share, CONNECT_TIMEOUT_S, "opening the GPUs' memory to one another")
+            if self._tp.peers is not None:
+                self._workers.on_failure = self._tp.peers.abort
         with self._phase("load"):
             self.runner = setup.load_runner(self._tp, self._workers.check)
         with self._phase("profile"):

@@ -65,6 +65,8 @@ class WorkerGroup:
     def __init__(self, setup: RankSetup, *, store_port: int | None = None, host: str | None = None) -> None:
         self.failure: str | None = None
         """Why the engine cannot go on; None while all is well."""
+        self.on_failure: Callable[[], None] | None = None
+        """Called once, in the thread that watches: what runs the steps may be stuck behind a rank that is gone."""
         self.announces = False
         """Whether a failure is logged: once the engine runs, there may be no call to raise it for a long time."""
         self.in_flight: deque[WatchedStep] = deque()
@@ -227,6 +229,8 @@ class WorkerGroup:
                 return
             self._end_all()  # first: whoever sees the failure finds no worker that goes on
             self.failure = reason
+        if self.on_failure is not None:
+            self.on_failure()
         if self.announces and not self._closing.is_set():
             logger.error("%s", reason)
         self._collect()
