@@ -24,7 +24,7 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 @cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Launch options of kernels that begin with `wait_for_inputs`.
+    """Launch options of kernels that call `wait_for_inputs` and `let_next_start`.
 
     Programmatic dependent launch lets a kernel start while the one before it runs; QWEN_ENGINE_PDL=0 in the environment
     turns it off.
@@ -36,14 +36,24 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Lets the next kernel start, and waits for the end of the one before.
+    """Waits for the end of the kernel before this one, and so of all before it.
 
-    Every program calls it before it reads or writes what other kernels write or read, and before it returns: so the end
-    of a kernel is the end of all before it.
+    Every program calls it before it writes anything and before it returns. Until then it reads only what the kernel
+    directly before does not write: weights, and the slots, positions, lengths and block tables of the batch.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Lets the next kernel start as soon as every program has called this or returned.
+
+    Never called before `wait_for_inputs`: a kernel that has started would else not know that the last but one has
+    ended. It would also bring in a whole row of kernels at once, whose programs then crowd where room is left.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @cache

@@ -15,6 +15,7 @@ from qwen_engine.kernels.gpu.common import (
     LOG2_E,
     cache_rows,
     dot_dtype,
+    let_next_start,
     needs_wide_offsets,
     num_sms,
     pdl_options,
@@ -72,13 +73,13 @@ def _split_kernel(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
     seq_len = tl.where(slot < 0, 0, seq_len)
+    wait_for_inputs(PDL)
     span = _tokens_per_split(seq_len, fill, num_splits, BLOCK_N)
     start = split * span
     end = tl.minimum(start + span, seq_len)
@@ -123,6 +124,7 @@ def _split_kernel(
             weights.to(v.dtype).to(DOT_DTYPE), v.to(DOT_DTYPE), acc=mean * decay[:, None], input_precision="ieee"
         )
         peak = new_peak
+    let_next_start(PDL)
     mean = mean / total[:, None]
     tl.store(target, mean.to(target.dtype.element_ty), mask=in_group[:, None])
     if not ONE_SPLIT:
@@ -145,13 +147,14 @@ def _combine_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, HEAD_DIM)
     partial = (row * tl.num_programs(0) + head) * num_splits + splits
     seq_len = tl.where(tl.load(slots + row) < 0, 0, tl.load(seq_lens + row))
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     # A split past the row's end left nothing; in a padding row all are, the sums are 0 and so is the result.
     used = splits * _tokens_per_split(seq_len, fill, num_splits, BLOCK_N) < seq_len
     lse = tl.load(partial_lse + partial, mask=used, other=float("-inf"))

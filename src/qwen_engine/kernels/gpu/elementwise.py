@@ -4,12 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
 
 
 @triton.jit
 def _silu_mul_kernel(gate_up, out, row_stride, inter, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inter

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -23,10 +23,12 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         values += tl.load(x + part * part_stride + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -35,7 +37,6 @@ def _rms_norm_kernel(
         values += tl.load(residual_row, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual_row, values.to(residual.dtype.element_ty), mask=inside)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / hidden + eps)
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + columns, (values * inverse_rms * scale).to(out.dtype.element_ty), mask=inside)
 
 

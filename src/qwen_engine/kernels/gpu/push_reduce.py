@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from qwen_engine.distributed.peer_memory import INBOX_BYTES, PeerMemory
-from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
 
 _INBOX_WORDS = INBOX_BYTES // 4
 _MAX_WARPS = 16
@@ -140,10 +140,12 @@ def _push_add_rms_norm_kernel(
 
     site_word: index of the site's first word.
     """
-    wait_for_inputs(PDL)
     column = _scattered(tl.arange(0, BLOCK))
     inside = column < row_words
     word = tl.program_id(0).to(tl.int64) * row_words + column
+    weight_words = tl.load(weight + column, mask=inside, other=0)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     if PARTS == 1:
         own = tl.load(parts + word, mask=inside, other=0)
     else:
@@ -160,7 +162,6 @@ def _push_add_rms_norm_kernel(
         if peer != RANK:
             _push(tl.where(inside, addresses[peer] + target, _MASKED), own)
     residual_words = tl.load(residual + word, mask=inside, other=0)
-    weight_words = tl.load(weight + column, mask=inside, other=0)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for sender in tl.static_range(SIZE):

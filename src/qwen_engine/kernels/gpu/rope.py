@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
 
 _MAX_TILE_HEADS = 16
 
@@ -36,12 +36,9 @@ def _qk_norm_rope_kv_write_kernel(
     TILE_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    if slot < 0:
-        return
-    position = tl.load(positions + token)
+    position = tl.where(slot < 0, 0, tl.load(positions + token))
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
     half = tl.arange(0, HALF)[None, :]
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (half >= 0)
@@ -49,26 +46,30 @@ def _qk_norm_rope_kv_write_kernel(
     is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
 
+    weight1 = tl.where(is_q, tl.load(q_weight + half).to(tl.float32), tl.load(k_weight + half).to(tl.float32))
+    weight2 = tl.where(
+        is_q, tl.load(q_weight + HALF + half).to(tl.float32), tl.load(k_weight + HALF + half).to(tl.float32)
+    )
+    angles = cos_sin + position.to(tl.int64) * (2 * HALF) + half
+    cos, sin = tl.load(angles), tl.load(angles + HALF)
+    block = tl.load(block_tables + tl.maximum(slot, 0) * table_stride + position // BLOCK_SIZE).to(tl.int64)
+
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if slot < 0:
+        return
     source = qkv + token * qkv_stride + head * (2 * HALF) + half
     raw1 = tl.load(source, mask=inside, other=0.0)
     raw2 = tl.load(source + HALF, mask=inside, other=0.0)
     first, second = raw1.to(tl.float32), raw2.to(tl.float32)
     mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
     inverse_rms = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
-    weight1 = tl.where(is_q, tl.load(q_weight + half).to(tl.float32), tl.load(k_weight + half).to(tl.float32))
-    weight2 = tl.where(
-        is_q, tl.load(q_weight + HALF + half).to(tl.float32), tl.load(k_weight + HALF + half).to(tl.float32)
-    )
     first = first * inverse_rms * weight1
     second = second * inverse_rms * weight2
-    angles = cos_sin + position.to(tl.int64) * (2 * HALF) + half
-    cos, sin = tl.load(angles), tl.load(angles + HALF)
     rotated1 = (first * cos - second * sin).to(qkv.dtype.element_ty)
     rotated2 = (second * cos + first * sin).to(qkv.dtype.element_ty)
-
     tl.store(source, rotated1, mask=inside & is_q)
     tl.store(source + HALF, rotated2, mask=inside & is_q)
-    block = tl.load(block_tables + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
     page_row = block * cache_stride_block + (position % BLOCK_SIZE) * (2 * HALF)
     k_target = k_cache + page_row + (head - NUM_HEADS) * cache_stride_head + half
     tl.store(k_target, rotated1, mask=inside & is_k)

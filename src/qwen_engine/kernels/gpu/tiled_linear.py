@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from qwen_engine.kernels.gpu.common import dot_dtype, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import dot_dtype, let_next_start, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.elementwise import silu_mul
 
 MAX_ROWS = 64
-_PREFETCH_BYTES = 1024
-"""Of every row of its first tile that a program asks the L2 for while the kernel before is still running."""
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 
 
@@ -70,20 +68,6 @@ def _weight_tile(weight, row, column, num_rows, num_columns, WHOLE: tl.constexpr
 
 
 @triton.jit
-def _prefetch(weight, row, column, num_columns, BYTES: tl.constexpr):
-    """Asks the L2 for BYTES of each row of the weight, from `column` on."""
-    addresses = (weight + row * num_columns + column).to(tl.int64, bitcast=True)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [addresses, tl.full(row.shape, BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _activations(x, column, x_rows, x_stride, num_columns, X_ROWS: tl.constexpr):
     """[columns, X_ROWS] of x. Every program reads it, so it stays in the L2; the weight passes through once."""
     x_row = tl.arange(0, X_ROWS)
@@ -106,15 +90,13 @@ def _linear_kernel(
     X_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out: [splits, x_rows, num_rows]. PREFETCH: bytes of each row of the weight to ask for ahead."""
+    """out: [splits, x_rows, num_rows]."""
     split = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    if PDL and PREFETCH:
-        _prefetch(weight, row, split * columns_per_split, num_columns, PREFETCH)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     total = tl.zeros([ROWS, X_ROWS], tl.float32)
     # columns_per_split is a multiple of COLUMNS, so only the last split may end inside a tile.
     for first in range(split * columns_per_split, tl.minimum((split + 1) * columns_per_split, num_columns), COLUMNS):
@@ -141,15 +123,12 @@ def _gated_kernel(
     X_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out: [x_rows, num_rows]; the weight holds num_rows rows of the gate, then as many of up."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    if PDL and PREFETCH:
-        _prefetch(weight, row, 0, num_columns, PREFETCH)
-        _prefetch(weight, row + num_rows, 0, num_columns, PREFETCH)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     gate = tl.zeros([ROWS, X_ROWS], tl.float32)
     up = tl.zeros([ROWS, X_ROWS], tl.float32)
     for first in range(0, num_columns, COLUMNS):
@@ -187,7 +166,6 @@ def linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.T
         X_ROWS=_padded(rows),
         WHOLE=_is_whole(num_rows, num_columns, tiles),
         DOT_DTYPE=dot_dtype(x.dtype),
-        PREFETCH=_prefetch_bytes(weight, tiles, columns_per_split),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(x.device),
@@ -212,7 +190,6 @@ def gated_linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> t
         X_ROWS=_padded(rows),
         WHOLE=_is_whole(num_rows // 2, num_columns, tiles),
         DOT_DTYPE=dot_dtype(x.dtype),
-        PREFETCH=_prefetch_bytes(weight, tiles, num_columns) if num_rows % (2 * tiles.rows) == 0 else 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(x.device),
@@ -226,14 +203,6 @@ def _padded(rows: int) -> int:
 
 def _is_whole(num_rows: int, num_columns: int, tiles: Tiles) -> bool:
     return num_rows % tiles.rows == 0 and num_columns % tiles.columns == 0
-
-
-def _prefetch_bytes(weight: torch.Tensor, tiles: Tiles, columns: int) -> int:
-    """Bytes to ask for ahead in each row of a tile, where all programs have as much: a multiple of 16."""
-    num_rows, num_columns = weight.shape
-    if num_rows % tiles.rows or num_columns % columns or num_columns * weight.element_size() % 16:
-        return 0
-    return min(_PREFETCH_BYTES, columns * weight.element_size())
 
 
 def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
