@@ -1,4 +1,4 @@
-"""Engines on the CPU that behave like a GPU's: one step ahead, and decode steps padded to the sizes of graphs."""
+"""Engines on the CPU that behave like a GPU's: one step ahead, and steps padded to the sizes of graphs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import pytest
 
 from qwen_engine import LLM
 from qwen_engine.engine import executor, rank
+from qwen_engine.engine.cuda_graphs import GraphSizes
 
 SIZES = (3, 7, 16)
 """Few, so that most batches are padded; the largest is the engine's max_num_seqs."""
-IN_WORKERS = ("qwen_engine.engine.rank", f"module.decode_sizes = lambda config, device: {SIZES}")
+MIXED_SIZES = (16, 48)
+"""Of steps with chunks of prompts; larger ones run at their own size."""
+IN_WORKERS = ("qwen_engine.engine.rank", f"module.graph_sizes = lambda *_: module.GraphSizes({SIZES}, {MIXED_SIZES})")
 """The same in worker processes, for `fault_tools.plant`."""
 
 
 def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the engines of this process run ahead and pad, from now on."""
     monkeypatch.setitem(executor.STEPS_IN_FLIGHT, "cpu", 2)
-    monkeypatch.setattr(rank, "decode_sizes", lambda config, device: SIZES)
+    monkeypatch.setattr(rank, "graph_sizes", lambda *_: GraphSizes(SIZES, MIXED_SIZES))
 
 
 def poisoned(folder: Path | str, **options: Any) -> LLM:

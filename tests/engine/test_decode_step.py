@@ -12,7 +12,7 @@ from tiny_models import random_prompt
 
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.engine import cuda_graphs
-from qwen_engine.engine.cuda_graphs import CudaGraphs, graph_sizes
+from qwen_engine.engine.cuda_graphs import CudaGraphs, decode_sizes
 from qwen_engine.errors import QwenEngineError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -57,12 +57,12 @@ def state(llm: LLM) -> dict[str, torch.Tensor]:
 
 
 def test_sizes_are_dense_where_padding_costs_most_and_end_at_the_limit():
-    assert graph_sizes(1) == (1,)
-    assert graph_sizes(13) == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 13)
-    assert graph_sizes(256)[8:] == (10, 12, 14, 16, 20, 24, 28, *range(32, 129, 8), *range(144, 257, 16))
-    assert graph_sizes(300)[-3:] == (272, 288, 300)
+    assert decode_sizes(1) == (1,)
+    assert decode_sizes(13) == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 13)
+    assert decode_sizes(256)[8:] == (10, 12, 14, 16, 20, 24, 28, *range(32, 129, 8), *range(144, 257, 16))
+    assert decode_sizes(300)[-3:] == (272, 288, 300)
     for limit in range(1, 700):
-        sizes = graph_sizes(limit)
+        sizes = decode_sizes(limit)
         assert sizes[-1] == limit
         assert list(sizes) == sorted(set(sizes))
 
@@ -155,18 +155,18 @@ def test_graphs_are_replayed_back_to_back_and_the_full_sampler_replaces_the_seco
 
 def test_a_capture_that_fails_names_its_size_and_the_way_out():
     graphs = CudaGraphs(torch.device("cpu"))  # has no streams
-    with pytest.raises(QwenEngineError, match=r"CUDA graph of 24 rows failed \(.*\); enforce_eager=True"):
+    with pytest.raises(QwenEngineError, match=r"CUDA graph of 24 tokens failed \(.*\); enforce_eager=True"):
         graphs._capture_size({"forward": lambda size: None}, 24)
 
 
 def test_the_memory_of_graphs_is_the_first_and_as_many_times_the_second_as_there_are_more(monkeypatch):
     graphs, captured = CudaGraphs(torch.device("cpu")), []
-    readings = iter([10_000, 9_000, 8_990])
+    readings = iter([10_000, 9_000, 8_990, 8_490, 8_470])
     monkeypatch.setattr(graphs, "_free_bytes", lambda: next(readings))
     monkeypatch.setattr(graphs, "_capture_size", lambda calls, size: captured.append(size))
     monkeypatch.setattr(cuda_graphs.torch.cuda, "synchronize", lambda device: None)
-    assert graphs.measure({}, (1, 2, 4, 8)) == 1000 + 3 * 10
-    assert captured == [8, 4]
+    assert graphs.measure(({}, (1, 2, 4, 8)), ({}, (3, 5))) == 1000 + 3 * 10 + 500 + 20
+    assert captured == [8, 4, 5, 3]
     readings = iter([500, 600])  # another process has freed memory meanwhile
     monkeypatch.setattr(graphs, "_free_bytes", lambda: next(readings))
-    assert graphs.measure({}, (1,)) == 0
+    assert graphs.measure(({}, (1,))) == 0

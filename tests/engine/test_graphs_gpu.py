@@ -11,7 +11,7 @@ from test_engine_gpu import MIXED_PARAMS
 from tiny_models import random_prompt
 
 from qwen_engine import LLM, SamplingParams
-from qwen_engine.engine.cuda_graphs import graph_sizes
+from qwen_engine.engine.cuda_graphs import decode_sizes
 from qwen_engine.engine.decode_step import DecodeStep
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.kernels.gpu.common import pdl_options
@@ -36,16 +36,22 @@ def tokens(llm: LLM, prompts, params) -> list[list[int]]:
 def graph(make_tiny_model) -> Iterator[LLM]:
     with engine(make_tiny_model(), skip_tokenizer_init=True) as llm:
         decode = llm.core._executor.runner.decode
-        assert decode.sizes == graph_sizes(MAX_NUM_SEQS)
+        assert decode.sizes == decode_sizes(MAX_NUM_SEQS)
         assert decode.graphs is not None
+        assert llm.core._executor.runner.mixed.graphs is decode.graphs
         assert llm.core._executor.max_steps_in_flight == 2
         yield llm
 
 
 @pytest.fixture(scope="module")
 def eager(make_tiny_model) -> Iterator[LLM]:
+    """Every step at its own size."""
     with engine(make_tiny_model(), skip_tokenizer_init=True, enforce_eager=True) as llm:
-        assert llm.core._executor.runner.decode.graphs is None
+        runner = llm.core._executor.runner
+        assert runner.decode.graphs is None
+        assert runner.mixed.graphs is None
+        assert runner.mixed.sizes
+        runner.mixed.sizes = ()
         yield llm
 
 
@@ -70,6 +76,38 @@ def test_every_size_gives_the_tokens_of_eager_steps(graph, eager):
     for rows in range(1, MAX_NUM_SEQS + 1):
         prompts = [random_prompt(3 + number, seed=rows) for number in range(rows)]
         assert tokens(graph, prompts, GREEDY) == tokens(eager, prompts, GREEDY)
+
+
+def test_mixed_steps_of_every_size_are_replayed_and_give_the_tokens_of_eager_steps(graph, eager, monkeypatch):
+    """One prompt that fills a size, one that leaves a token of it free, several together, all beside decoding rows."""
+    mixed, sizes = graph.core._executor.runner.mixed, []
+    replay = mixed.graphs.replay
+    monkeypatch.setattr(mixed.graphs, "replay", lambda name, size: sizes.append((name, size)) or replay(name, size))
+    for size in (size for size in mixed.sizes if size <= 384):
+        first, *others = [random_prompt(length, seed=size) for length in (3, size, size - 1, size // 3 + 2, 2, 9)]
+        outputs = []
+        for llm in (eager, graph):
+            llm.reset_prefix_cache()
+            steps = llm.stream([first, *others], GREEDY)
+            outputs.append(sorted((out.request_id, out.outputs[0].token_ids) for out in steps if out.finished))
+            llm.reset_prefix_cache()
+            outputs[-1] += tokens(llm, others[:1], GREEDY)
+        assert outputs[0] == outputs[1]
+        assert ("mixed", size) in sizes
+
+
+def test_the_states_of_a_replayed_mixed_step_have_the_same_bits_every_time(graph):
+    graph.reset_prefix_cache()
+    assert tokens(graph, [random_prompt(100, seed=8)], GREEDY)
+    mixed = graph.core._executor.runner.mixed
+    torch.cuda.synchronize()
+    mixed.graphs.replay("mixed", 128)
+    first, allocated = [state[..., :100, :].clone() for state in mixed._states[128]], torch.cuda.memory_allocated()
+    for number in range(300):
+        mixed.graphs.replay("mixed", 128)
+        if number % 10 == 0:
+            assert all(torch.equal(a[..., :100, :], b) for a, b in zip(mixed._states[128], first))
+    assert torch.cuda.memory_allocated() == allocated
 
 
 def test_the_demo_writes_the_same_with_graphs_and_without():

@@ -213,13 +213,19 @@ def check_attention(
     num_splits: int | None = None,
     max_seq_len: int | None = None,
     decode: bool = False,
+    live_rows: bool = False,
+    strangers: tuple[int, int] = (0, 0),
 ) -> None:
-    """Attention over pages for (query_lens[r], seq_lens[r]); decode calls decode_attention, else prefill_attention."""
+    """Attention over pages for (query_lens[r], seq_lens[r]); decode calls decode_attention, else prefill_attention.
+
+    strangers: queries in front of the rows and behind them that belong to none.
+    """
     num_heads, num_kv_heads = heads
     rng = generator(device, *query_lens, *seq_lens, *heads, head_dim, block_size)
     scale = head_dim**-0.5
     pages = make_pages(rng, seq_lens, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-    tokens = sum(query_lens)
+    front, behind = strangers
+    tokens = front + sum(query_lens) + behind
     # A view into wider rows, as the engine has it: q inside qkv.
     q = normal(rng, tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads] * 2
     out = torch.full((tokens, num_heads, head_dim), NAN, dtype=dtype, device=device)
@@ -231,20 +237,26 @@ def check_attention(
             blocks, rows = cache_rows(pages, row, length)
             pages.k_cache[blocks, :, rows] = k
             pages.v_cache[blocks, :, rows] = v
-    starts = [sum(query_lens[:row]) for row in range(len(query_lens) + 1)]
+    starts = [front + sum(query_lens[:row]) for row in range(len(query_lens) + 1)]
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    num_live = torch.tensor([sum(length > 0 for length in seq_lens)], dtype=torch.int32, device=device)
     caches = (pages.k_cache, pages.v_cache, pages.block_tables, pages.slots)
     with poisoned_allocations():
         if decode:
             bound = max_seq_len or max(seq_lens)
-            result = impl.decode_attention(q, *caches, lengths, scale, bound, out, num_splits=num_splits)
+            live = num_live if live_rows else None
+            result = impl.decode_attention(
+                q, *caches, lengths, scale, bound, out, live_rows=live, num_splits=num_splits
+            )
         else:
             result = impl.prefill_attention(
                 q, *caches, query_start, lengths, scale, max(query_lens), max(seq_lens), out
             )
     assert result is out
-    assert not out.isnan().any()
+    assert out[:front].isnan().all()
+    assert out[tokens - behind :].isnan().all()
+    assert not out[front : tokens - behind].isnan().any()
     for row, length in enumerate(seq_lens):
         actual = out[starts[row] : starts[row + 1]]
         if length == 0:
@@ -263,6 +275,7 @@ def check_decode(
     block_size: int,
     num_splits: int | None = None,
     max_seq_len: int | None = None,
+    live_rows: bool = False,
 ) -> None:
     check_attention(
         impl,
@@ -276,6 +289,7 @@ def check_decode(
         num_splits=num_splits,
         max_seq_len=max_seq_len,
         decode=True,
+        live_rows=live_rows,
     )
 
 
@@ -287,6 +301,7 @@ def check_prefill(
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
+    strangers: tuple[int, int] = (0, 0),
 ) -> None:
     """spans: (query_len, seq_len) of each row."""
     check_attention(
@@ -298,6 +313,7 @@ def check_prefill(
         heads=heads,
         head_dim=head_dim,
         block_size=block_size,
+        strangers=strangers,
     )
 
 

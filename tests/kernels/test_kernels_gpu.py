@@ -90,6 +90,21 @@ def test_prefill_attention_over_long_contexts_equals_fp64(dtype, heads, spans):
     checks.check_prefill(gpu, "cuda", dtype, spans, heads, 128, 16)
 
 
+@dtypes
+@pytest.mark.parametrize("strangers", [(0, 40), (17, 0), (64, 300)], ids=str)
+def test_prefill_attention_leaves_queries_of_no_row_alone(dtype, strangers):
+    spans = [(20, 20), (0, 5), (9, 50), (0, 0), (1, 70), *[(0, 3)] * 50]
+    for heads in REAL_HEADS:
+        checks.check_prefill(gpu, "cuda", dtype, spans, heads, 128, 16, strangers)
+
+
+@dtypes
+@pytest.mark.parametrize("seq_lens", [[7000, *[0] * 255], [1, 64, 0, 33], [0, 0], lengths(60, 4096) + [0] * 40])
+def test_rows_that_live_are_counted_on_the_device(dtype, seq_lens):
+    for heads in REAL_HEADS:
+        checks.check_decode(gpu, "cuda", dtype, seq_lens, heads, 128, 16, max_seq_len=40960, live_rows=True)
+
+
 def test_attention_reaches_pages_past_2_to_the_31_elements():
     """A pool of 2.5e9 elements whose last pages hold the sequence."""
     heads, head_dim, block_size, length = 8, 128, 16, 100

@@ -59,6 +59,12 @@ def test_prefill_attention_equals_fp64(dtype, spans, heads):
     checks.check_prefill(reference, "cpu", dtype, spans, heads, 64, 16)
 
 
+@pytest.mark.parametrize("strangers", [(0, 9), (17, 40)], ids=str)
+def test_prefill_attention_leaves_queries_of_no_row_alone(strangers):
+    spans = [(20, 20), (0, 5), (9, 50), (0, 0), (1, 70), (0, 3)]
+    checks.check_prefill(reference, "cpu", torch.float32, spans, (4, 2), 64, 16, strangers)
+
+
 @dtypes
 def test_attention_of_long_rows_equals_fp64(dtype):
     checks.check_prefill(reference, "cpu", dtype, [(700, 1500), (1, 2049)], (8, 2), 128, 32)

@@ -171,3 +171,21 @@ def test_number_of_splits_fills_the_device_and_bounds_the_longest_program():
 def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
     """Short rows under a long bound: most of the grid has nothing to do, and its outputs stay unread."""
     checks.check_decode(gpu, "cpu", torch.float32, [1, 64, 0, 33], (4, 2), 64, 16, max_seq_len=max_seq_len)
+
+
+@pytest.mark.parametrize("seq_lens", [[700, 0, 0, 0], [1, 64, 0, 330], [0, 0]], ids=str)
+def test_rows_that_live_are_counted_on_the_device(seq_lens):
+    checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, max_seq_len=4096, live_rows=True)
+
+
+def test_a_grid_for_few_live_rows_has_room_for_a_lone_long_one():
+    assert choose_num_splits(1, 40960, 256 * 4, few_may_live=True) == 16  # as without: 16,384 programs
+    assert choose_num_splits(1, 8192, 256 * 4, few_may_live=True) == 4
+    assert choose_num_splits(8, 8192, 16 * 4, few_may_live=True) == 16
+    assert choose_num_splits(1, 100, 16 * 4, few_may_live=True) == 1
+
+
+@pytest.mark.parametrize("strangers", [(0, 9), (5, 0), (17, 40)], ids=str)
+def test_prefill_attention_leaves_queries_of_no_row_alone(strangers):
+    spans = [(20, 20), (0, 5), (9, 50), (0, 0), (1, 70), (0, 3)]
+    checks.check_prefill(gpu, "cpu", torch.float32, spans, (4, 2), 64, 16, strangers)

@@ -1,8 +1,8 @@
-"""CUDA graphs of the decode step, by batch size: captured once at the start, replayed from then on.
+"""CUDA graphs of the parts of a step, by size: captured once at the start, replayed from then on.
 
 All graphs share one memory pool, which the largest, captured first, makes big enough. They may share it because
-replays follow one another on one stream and leave nothing in it that a later one reads. Every rank captures the same
-calls in the same order, for the collectives among them.
+replays follow one another on one stream and what one leaves there is read before the next. Every rank captures the
+same calls in the same order, for the collectives among them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,10 +26,26 @@ MIB = 1 << 20
 _FIXED_SIZES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, *range(32, 129, 8))
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+_MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """Rows of decode steps and tokens of mixed steps, each ascending."""
+
+    decode: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+
+
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes worth a graph, ascending up to max_num_seqs: close together where a padding row costs most."""
     sizes = {*_FIXED_SIZES, *range(144, max_num_seqs, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+def mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens worth a graph, up to max_num_tokens."""
+    return tuple(size for size in _MIXED_SIZES if size <= max_num_tokens)
 
 
 Calls = Mapping[str, Callable[[int], None]]
@@ -64,19 +80,20 @@ def _capturing() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """Graphs of the parts of a step, by the part's name and the batch size. CUDA only."""
+    """Graphs by the name of a part and the size. CUDA only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
-    def capture(self, calls: Calls, sizes: Sequence[int]) -> None:
-        """Captures every call at these sizes. QwenEngineError, naming the size, if one of them fails."""
+    def capture(self, *parts: tuple[Calls, Sequence[int]]) -> None:
+        """Captures every call at its sizes. QwenEngineError, naming the size, if one of them fails."""
         start, free_before = time.perf_counter(), self._free_bytes()
         with _capturing():
-            for size in sorted(sizes, reverse=True):
-                self._capture_size(calls, size)
+            for calls, sizes in parts:
+                for size in sorted(sizes, reverse=True):
+                    self._capture_size(calls, size)
         logger.info(
             "captured %d graphs in %.1f s, %d MiB",
             len(self._graphs),
@@ -88,23 +105,24 @@ class CudaGraphs:
         """Launches a captured call on the current stream."""
         self._graphs[name, size].replay()
 
-    def measure(self, calls: Calls, sizes: Sequence[int]) -> int:
-        """Bytes that graphs of all these sizes will take, from two that are captured and freed again.
+    def measure(self, *parts: tuple[Calls, Sequence[int]]) -> int:
+        """Bytes that the graphs of `capture` will take, from two sizes of each part, captured and freed again.
 
-        first + second * (n - 1): the largest fills the shared pool and takes `first` bytes; `second` is what the next
-        one takes on top, an upper estimate for each of the smaller ones.
+        first + second * (n - 1) for each: the largest fills the shared pool and takes `first` bytes; `second` is what
+        the next one takes on top, an upper estimate for each of the smaller ones.
         """
-        free = [self._free_bytes()]
+        total, free = 0, self._free_bytes()
         with _capturing():
-            for size in sorted(sizes, reverse=True)[:2]:
-                self._capture_size(calls, size)
-                free.append(self._free_bytes())
+            for calls, sizes in parts:
+                for size, times in zip(sorted(sizes, reverse=True)[:2], (1, len(sizes) - 1)):
+                    self._capture_size(calls, size)
+                    free, before = self._free_bytes(), free
+                    total += max(0, before - free) * times
         self._graphs.clear()
         self._pool = None
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
-        return taken[0] + sum(taken[1:]) * (len(sizes) - 1)
+        return total
 
     def _capture_size(self, calls: Calls, size: int) -> None:
         try:
@@ -120,7 +138,7 @@ class CudaGraphs:
             torch.cuda.current_stream(self._device).wait_stream(stream)
         except Exception as error:
             raise QwenEngineError(
-                f"capturing the CUDA graph of {size} rows failed ({summary(error)}); enforce_eager=True runs without "
+                f"capturing the CUDA graph of {size} tokens failed ({summary(error)}); enforce_eager=True runs without "
                 "graphs"
             ) from error
 

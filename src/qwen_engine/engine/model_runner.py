@@ -1,6 +1,7 @@
 """One rank's share of a step: forward pass and sampling over the slot tables.
 
-A step in which every row decodes one token goes to `DecodeStep`; any other runs here, eagerly, over the same tables.
+A step in which every row decodes one token goes to `DecodeStep`; of any other, `MixedStep` computes the states and the
+tokens are chosen here, eagerly, over the same tables.
 Sampled tokens are written into the token table on the device and feed the next step from there; their values reach the
 host later, through `StepResult`. Steps run in the order they are given.
 """
@@ -18,19 +19,17 @@ import torch
 
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
-from qwen_engine.engine.cuda_graphs import CudaGraphs
+from qwen_engine.engine.cuda_graphs import Calls, CudaGraphs, GraphSizes
 from qwen_engine.engine.decode_step import DecodeStep
+from qwen_engine.engine.mixed_step import MixedStep
 from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
-from qwen_engine.layers.attention import AttentionMetadata
 from qwen_engine.layers.sampler import TokenMasks, TopLogprobs, top_logprobs
-from qwen_engine.models.qwen3 import Qwen3Model
+from qwen_engine.models.qwen3 import Qwen3Model, States
 from qwen_engine.request import Logprob, PositionLogprobs, SamplingParams
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
-States = tuple[torch.Tensor, torch.Tensor]
-"""What `Qwen3Model.forward` gives."""
 PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose logits exist at once."""
 
@@ -112,8 +111,7 @@ class _HostLogprobs:
 class ModelRunner:
     """Owns the model, the KV cache and the slot tables of one rank.
 
-    graph_sizes: batch sizes that decode steps are captured at, as CUDA graphs, and padded to; with none every step runs
-    eagerly, at its own size.
+    graph_sizes: what steps are padded to and, on a GPU, captured at; without sizes they run eagerly, at their own.
     """
 
     def __init__(
@@ -127,7 +125,7 @@ class ModelRunner:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        graph_sizes: Sequence[int] = (),
+        graph_sizes: GraphSizes,
         check_agreement: bool = False,
     ) -> None:
         self.model = model
@@ -150,10 +148,13 @@ class ModelRunner:
             model,
             self.tables,
             self.sampler,
-            sizes=graph_sizes,
+            sizes=graph_sizes.decode,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             dtype=dtype,
+        )
+        self.mixed = MixedStep(
+            model, self.tables, sizes=graph_sizes.mixed, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
         self.kv_cache: torch.Tensor | None = None
 
@@ -169,7 +170,7 @@ class ModelRunner:
             self.block_size,
             self.config.head_dim,
         )
-        self.kv_cache = self.decode.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._set_kv_cache(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def profile(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Bytes that steps take beyond what is allocated now (CUDA only). Uses a pool of one block.
@@ -203,23 +204,23 @@ class ModelRunner:
         activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
         self.tables.known_tokens[slots] = 0  # the slots are empty again
         graph_bytes = self._graph_bytes()
-        self.kv_cache = self.decode.kv_cache = None
+        self._set_kv_cache(None)
         return activation_bytes + graph_bytes
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Captures the decode step at every size, where there are any and the device is a GPU; the KV cache exists."""
+        """Captures steps of every size, where the engine is to have graphs; the KV cache exists."""
         if not self._captures:
             return
         with self._on_device():
-            self.decode.clear()
             graphs = CudaGraphs(self.device)
-            graphs.capture(self.decode.calls, self.decode.sizes)
-            self.decode.graphs = graphs
+            graphs.capture(*self._parts_to_capture())
+            self.decode.graphs = self.mixed.graphs = graphs
 
     def release_graphs(self) -> None:
         """Frees the graphs: a communicator that they use cannot end before them. No step can follow."""
         self.decode.graphs = None
+        self.mixed.release()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult | None:
@@ -247,7 +248,7 @@ class ModelRunner:
         if samples.all() and (counts == 1).all():
             token_ids, logits = self.decode.run(plan.slots, masks)
         else:
-            states = self.model(tables.token_table, self._metadata(slots, counts, starts, ends), self.kv_cache)
+            states = self.mixed.run(slots, counts, starts, ends)
             last = np.cumsum(counts) - 1
             prompt_logprobs = self._prompt_logprobs(states, slots, starts, ends, first=last - counts + 1)
             token_ids, logits = self._choose(states, last[samples], sampled_slots, masks)
@@ -326,48 +327,31 @@ class ModelRunner:
                 results[slot] = (start + 1, parts)
         return results
 
-    def _metadata(
-        self, slots: np.ndarray, counts: np.ndarray, starts: np.ndarray, ends: np.ndarray
-    ) -> AttentionMetadata:
-        several = np.flatnonzero(counts > 1)
-        num_decodes = int(several[0]) if len(several) else len(slots)
-        num_tokens, num_chunks = int(counts.sum()), len(slots) - num_decodes
-        token_slots = np.repeat(slots, counts)
-        offsets = np.cumsum(counts) - counts
-        positions = np.arange(num_tokens) - np.repeat(offsets - starts, counts)
-        query_start = np.append(offsets[num_decodes:], num_tokens) - num_decodes
-        parts = (token_slots, positions, ends, slots[num_decodes:], query_start)
-        packed = self.tables.to_device(np.concatenate(parts).astype(np.int32))
-        device_slots, device_positions, device_ends, chunk_slots, device_starts = packed.split([len(p) for p in parts])
-        return AttentionMetadata(
-            token_slots=device_slots,
-            positions=device_positions,
-            block_tables=self.tables.block_tables,
-            num_decodes=num_decodes,
-            decode_seq_lens=device_ends[:num_decodes],
-            max_decode_len=self.max_model_len,
-            chunk_slots=chunk_slots,
-            query_start=device_starts,
-            chunk_seq_lens=device_ends[num_decodes:],
-            max_query_len=int(counts[num_decodes:].max(initial=0)) if num_chunks else 0,
-            max_chunk_len=int(ends[num_decodes:].max(initial=0)),
-        )
-
     def _on_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched on the current CUDA device, which need not be this rank's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
+    def _set_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
+        self.kv_cache = self.decode.kv_cache = self.mixed.kv_cache = kv_cache
+
     @property
     def _captures(self) -> bool:
         return bool(self.decode.sizes) and self.device.type == "cuda"
+
+    def _parts_to_capture(self) -> list[tuple[Calls, Sequence[int]]]:
+        """The step that takes most memory comes first."""
+        self.mixed.clear()
+        self.decode.clear()
+        return [(self.mixed.calls, self.mixed.sizes), (self.decode.calls, self.decode.sizes)]
 
     @torch.inference_mode()
     def _graph_bytes(self) -> int:
         if not self._captures:
             return 0
         with self._on_device():
-            self.decode.clear()
-            return CudaGraphs(self.device).measure(self.decode.calls, self.decode.sizes)
+            graph_bytes = CudaGraphs(self.device).measure(*self._parts_to_capture())
+            self.mixed.release()
+            return graph_bytes
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.distributed.peer_memory import NUM_SITES, PeerMemory, open_peer_memory
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine import memory
-from qwen_engine.engine.cuda_graphs import graph_sizes
+from qwen_engine.engine.cuda_graphs import GraphSizes, decode_sizes, mixed_sizes
 from qwen_engine.engine.model_runner import ModelRunner
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.errors import ConfigError
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 PEER_TEST_TIMEOUT_S = 20.0
 """Of the first sums through peer memory; the ranks may still be compiling the kernel."""
+LAUNCH_BOUND_FLOP = 6e11
+"""What a GPU computes while the host launches a layer eagerly: 0.8 ms on an H200 and its host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class RankSetup:
             block_size=config.block_size,
             dtype=self.dtype,
             device=self.device,
-            graph_sizes=decode_sizes(config, self.device),
+            graph_sizes=graph_sizes(config, model_config, self.device),
             check_agreement=config.debug_checks and tp.size > 1,
         )
 
@@ -156,11 +158,19 @@ def try_peer_memory(peers: PeerMemory) -> None:
         raise RuntimeError("a sum through peer memory is wrong")
 
 
-def decode_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Sizes that decode steps are captured at and padded to; none when all run eagerly."""
-    if config.enforce_eager or device.type != "cuda":
-        return ()
-    return graph_sizes(config.max_num_seqs)
+def graph_sizes(config: EngineConfig, model: ModelConfig, device: torch.device) -> GraphSizes:
+    """What steps are padded to and captured at.
+
+    Mixed steps up to where a layer's products take a GPU as long as its launches take the host. They are padded without
+    graphs too: a product of other sizes can differ in its last bit, and graphs change no token.
+    """
+    if device.type != "cuda":
+        return GraphSizes()
+    heads = model.num_heads + max(model.num_kv_heads, config.tensor_parallel_size)
+    layer_parameters = model.hidden_size * (2 * heads * model.head_dim + 3 * model.intermediate_size)
+    max_tokens = int(LAUNCH_BOUND_FLOP * config.tensor_parallel_size / (2 * layer_parameters))
+    mixed = mixed_sizes(min(max_tokens, config.max_num_batched_tokens))
+    return GraphSizes(() if config.enforce_eager else decode_sizes(config.max_num_seqs), mixed)
 
 
 def resolve_device(name: str, *, local_rank: int = 0, num_ranks: int = 1) -> torch.device:

@@ -11,8 +11,8 @@ Conventions shared by all of them:
 - The KV cache of a layer is two tensors [num_blocks, num_kv_heads, block_size, head_dim]; block_size is a power of two.
   Token `p` of a slot lies in block `block_tables[slot, p // block_size]` at row `p % block_size`. Cache rows past
   a sequence's length are never read, whatever they hold.
-- Weights, slots, positions, lengths and block tables are not written by the very launch before a call: on a GPU a kernel
-  may read them before that launch has ended (`gpu/common.py`, programmatic dependent launch).
+- Weights, slots, positions, lengths and block tables are not written by the very launch before a call: on a GPU a
+  kernel may read them before that launch has ended (`gpu/common.py`, programmatic dependent launch).
 - One-dimensional arguments are contiguous, and so is the last dimension of every other one.
 - Arithmetic is fp32 inside, rounded once to the output's dtype (bf16, fp16 or fp32).
 """
@@ -128,16 +128,28 @@ def decode_attention(
     max_seq_len: int,
     out: torch.Tensor | None = None,
     *,
+    live_rows: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per row over the paged cache; gives [rows, num_heads, head_dim].
 
     q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows], tokens to attend to with the new one
-    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. num_splits: at most how many
-    programs share one row and KV head; chosen from shape and bound when None, and without meaning on the CPU.
+    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. live_rows: int32 [1], how many
+    rows are no padding, where the host does not know when it launches. num_splits: at most how many programs share one
+    row and KV head; chosen from shape and bound when None. Both only decide how a GPU shares out the work.
     """
     return _backend(q).decode_attention(
-        q, k_cache, v_cache, block_tables, slots, seq_lens, scale, max_seq_len, out, num_splits=num_splits
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        slots,
+        seq_lens,
+        scale,
+        max_seq_len,
+        out,
+        live_rows=live_rows,
+        num_splits=num_splits,
     )
 
 
@@ -158,8 +170,9 @@ def prefill_attention(
 
     Row r owns the queries [query_start[r], query_start[r + 1]) of q [tokens, num_heads, head_dim]; the last of them
     sits at position seq_lens[r] - 1, so a cached prefix comes before the first. Keys and values, those of this chunk
-    included, are read from the pages. Rows of one query are allowed beside long ones. query_start: int32 [rows + 1],
-    from 0 to tokens. max_query_len and max_seq_len: upper bounds known to the host.
+    included, are read from the pages. Rows of one query are allowed beside long ones, and rows of none. query_start:
+    int32 [rows + 1], ascending; queries in front of the first and from the last on belong to nobody, and their outputs
+    are left as they are. max_query_len and max_seq_len: upper bounds known to the host.
     """
     return _backend(q).prefill_attention(
         q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, max_query_len, max_seq_len, out

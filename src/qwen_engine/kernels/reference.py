@@ -101,6 +101,7 @@ def decode_attention(
     max_seq_len: int,
     out: torch.Tensor | None = None,
     *,
+    live_rows: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     query_start = torch.arange(q.shape[0] + 1, dtype=torch.int32)

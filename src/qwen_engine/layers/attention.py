@@ -22,19 +22,21 @@ from qwen_engine.layers.norm import RMSNorm
 class AttentionMetadata:
     """Where the tokens of one step lie. All tensors are int32 on the device.
 
-        tokens   | d0 | d1 | ... | chunk 0 ......... | chunk 1 .... |
-                   num_decodes     query_start[0]      query_start[1]
+        tokens   | d0 | d1 | ... | chunk 0 ......... | chunk 1 .... | padding |
+                   decode rows     query_start[0]      query_start[1]
 
     token_slots, positions: [tokens], slot and position of each token; slot -1 is padding.
-    block_tables: [max_num_seqs, max_blocks], by slot. decode_seq_lens: [num_decodes], context with the new token.
-    chunk_slots, chunk_seq_lens: [chunks]; query_start: [chunks + 1], counted from the first chunk's first token.
+    block_tables: [max_num_seqs, max_blocks], by slot. decode_slots, decode_seq_lens: [decode rows], context with the
+    new token; padding rows (slot -1) may lie where chunks do, so that their number can be fixed. num_decodes: [1], how
+    many are no padding; None: all. chunk_slots, chunk_seq_lens: [chunks]; query_start: [chunks + 1].
     """
 
     token_slots: torch.Tensor
     positions: torch.Tensor
     block_tables: torch.Tensor
-    num_decodes: int
+    decode_slots: torch.Tensor
     decode_seq_lens: torch.Tensor
+    num_decodes: torch.Tensor | None
     max_decode_len: int
     chunk_slots: torch.Tensor
     query_start: torch.Tensor
@@ -88,22 +90,23 @@ class Attention(nn.Module):
             self.num_heads,
         )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        split = metadata.num_decodes
-        if split:
+        rows = len(metadata.decode_slots)
+        if rows:
             kernels.decode_attention(
-                q[:split],
+                q[:rows],
                 k_cache,
                 v_cache,
                 metadata.block_tables,
-                metadata.token_slots[:split],
+                metadata.decode_slots,
                 metadata.decode_seq_lens,
                 self.scale,
                 metadata.max_decode_len,
-                out=out[:split],
+                out=out[:rows],
+                live_rows=metadata.num_decodes,
             )
-        if metadata.max_query_len:
+        if metadata.max_query_len:  # after the decoding rows, whose padding has cleared outputs of chunks
             kernels.prefill_attention(
-                q[split:],
+                q,
                 k_cache,
                 v_cache,
                 metadata.block_tables,
@@ -113,6 +116,6 @@ class Attention(nn.Module):
                 self.scale,
                 metadata.max_query_len,
                 metadata.max_chunk_len,
-                out=out[split:],
+                out=out,
             )
         return self.o_proj(out.flatten(1))

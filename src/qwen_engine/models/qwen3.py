@@ -13,6 +13,10 @@ from qwen_engine.layers.mlp import GatedMLP
 from qwen_engine.layers.norm import SummedRMSNorm
 from qwen_engine.layers.rotary import rotary_table
 
+States = tuple[torch.Tensor, torch.Tensor]
+"""Hidden states before the final norm: (this rank's parts of a sum [parts, tokens, hidden], what that sum is to be
+added to [tokens, hidden])."""
+
 
 class DecoderLayer(nn.Module):
     def __init__(
@@ -68,11 +72,8 @@ class Qwen3Model(nn.Module):
             else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device)
         )
 
-    def forward(
-        self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states of a step, before the final norm, as `logits_shard` takes them: (this rank's parts of a sum
-        [parts, tokens, hidden], what that sum is to be added to [tokens, hidden]).
+    def forward(self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> States:
+        """The states of a step's tokens, as `logits_shard` takes them.
 
         token_table: int32 [max_num_seqs, max_model_len], the tokens of every slot.
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].

@@ -4,7 +4,7 @@ Stage 1: one program per (row, KV head, split) walks its share of the row's page
 one dot, by online softmax, and leaves its softmax-weighted mean of V and the base-2 logarithm of its softmax
 denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are read on the device, which
 decides how many splits of the grid a row uses; the grid follows from the number of rows and the host's bound of the
-lengths alone, so that one captured call serves every length below the bound.
+lengths alone, so that one captured call serves every length below the bound, and with `live_rows` every number of rows.
 """
 
 import torch
@@ -29,6 +29,8 @@ _TILE_BYTES = 4096
 _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 128
 _MAX_PROGRAMS = 16384
+_MAX_SPARE_PROGRAMS = 4096  # grid of a call in which few rows may be live
+_SPARE_SPLIT_TOKENS = 512
 _MIN_SPLIT_TOKENS = tl.constexpr(32)
 _MAX_SPLIT_TOKENS = tl.constexpr(2048)
 
@@ -42,6 +44,14 @@ def _tokens_per_split(seq_len, fill, num_splits, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.cdiv(seq_len, tl.maximum(used, 1)), BLOCK_N) * BLOCK_N
 
 
+@triton.jit
+def _fill_of(fill, live_rows, LIVE: tl.constexpr):
+    """Splits per row that keep the device busy. With LIVE, `fill` is those that all live rows share."""
+    if LIVE:
+        fill = tl.maximum(fill // tl.maximum(tl.load(live_rows), 1), 1)
+    return fill
+
+
 @triton.jit(do_not_specialize=["fill", "num_splits"])
 def _split_kernel(
     q,
@@ -50,6 +60,7 @@ def _split_kernel(
     block_tables,
     slots,
     seq_lens,
+    live_rows,
     out,
     partial_out,
     partial_lse,
@@ -69,6 +80,7 @@ def _split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
+    LIVE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,6 +91,7 @@ def _split_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
     seq_len = tl.where(slot < 0, 0, seq_len)
+    fill = _fill_of(fill, live_rows, LIVE)
     wait_for_inputs(PDL)
     span = _tokens_per_split(seq_len, fill, num_splits, BLOCK_N)
     start = split * span
@@ -137,6 +150,7 @@ def _combine_kernel(
     partial_lse,
     slots,
     seq_lens,
+    live_rows,
     out,
     out_stride_row,
     out_stride_head,
@@ -145,6 +159,7 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -153,6 +168,7 @@ def _combine_kernel(
     dims = tl.arange(0, HEAD_DIM)
     partial = (row * tl.num_programs(0) + head) * num_splits + splits
     seq_len = tl.where(tl.load(slots + row) < 0, 0, tl.load(seq_lens + row))
+    fill = _fill_of(fill, live_rows, LIVE)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     # A split past the row's end left nothing; in a padding row all are, the sums are 0 and so is the result.
@@ -170,10 +186,13 @@ def splits_to_fill(rows: int, num_kv_heads: int, sms: int) -> int:
     return max(1, min(round(_PROGRAMS_PER_SM * sms / max(rows * num_kv_heads, 1)), _MAX_SPLITS))
 
 
-def choose_num_splits(fill: int, max_seq_len: int, items: int) -> int:
+def choose_num_splits(fill: int, max_seq_len: int, items: int, *, few_may_live: bool = False) -> int:
     """Splits of the grid, for `items` = rows times KV heads: as many as fill the device, and enough that a row of
     max_seq_len tokens does not outlast the others by much, as long as programs without work cost little."""
-    wanted = max(fill, min(triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value), _MAX_PROGRAMS // max(items, 1)))
+    items = max(items, 1)
+    wanted = max(fill, min(triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value), _MAX_PROGRAMS // items))
+    if few_may_live:
+        wanted = max(wanted, min(triton.cdiv(max_seq_len, _SPARE_SPLIT_TOKENS), _MAX_SPARE_PROGRAMS // items))
     return max(1, min(wanted, triton.cdiv(max_seq_len, _MIN_SPLIT_TOKENS.value), _MAX_SPLITS))
 
 
@@ -188,6 +207,7 @@ def decode_attention(
     max_seq_len: int,
     out: torch.Tensor | None = None,
     *,
+    live_rows: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     rows, num_heads, head_dim = q.shape
@@ -196,9 +216,12 @@ def decode_attention(
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     row_bytes = head_dim * q.element_size()
     block_n = max(_MIN_DOT_ROWS, _TILE_BYTES // row_bytes)
+    is_live = live_rows is not None
     fill = splits_to_fill(rows, num_kv_heads, num_sms(q.device)) if num_splits is None else num_splits
     if num_splits is None:
-        num_splits = choose_num_splits(fill, max_seq_len, rows * num_kv_heads)
+        num_splits = choose_num_splits(fill, max_seq_len, rows * num_kv_heads, few_may_live=is_live)
+    if is_live:
+        fill = splits_to_fill(1, num_kv_heads, num_sms(q.device))
     partial_shape = (rows, num_heads, num_splits if num_splits > 1 else 0)
     partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
@@ -209,6 +232,7 @@ def decode_attention(
         block_tables,
         slots,
         seq_lens,
+        live_rows if is_live else slots,
         out,
         partial_out,
         partial_lse,
@@ -228,6 +252,7 @@ def decode_attention(
         BLOCK_M=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
         ONE_SPLIT=num_splits == 1,
+        LIVE=is_live,
         DOT_DTYPE=dot_dtype(q.dtype),
         WIDE=needs_wide_offsets(k_cache),
         num_warps=max(1, row_bytes // 256),
@@ -240,6 +265,7 @@ def decode_attention(
             partial_lse,
             slots,
             seq_lens,
+            live_rows if is_live else slots,
             out,
             out.stride(0),
             out.stride(1),
@@ -248,6 +274,7 @@ def decode_attention(
             HEAD_DIM=head_dim,
             SPLITS=triton.next_power_of_2(num_splits),
             BLOCK_N=block_n,
+            LIVE=is_live,
             num_warps=4,
             **pdl_options(q.device),
         )

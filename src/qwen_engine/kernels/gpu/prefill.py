@@ -101,11 +101,11 @@ def _prefill_kernel(
     candidates = tl.arange(0, MAX_ROWS)
     starts = tl.load(query_start + candidates, mask=candidates < rows, other=0)
     started = (candidates < rows) & (starts // BLOCK_Q + candidates <= tile)
-    row = tl.sum(started.to(tl.int32), 0) - 1
+    row = tl.maximum(tl.sum(started.to(tl.int32), 0) - 1, 0)
     row_start = tl.load(query_start + row)
     query_len = tl.load(query_start + row + 1) - row_start
     first_query = (tile - row_start // BLOCK_Q - row) * BLOCK_Q
-    if first_query >= query_len:
+    if (first_query < 0) | (first_query >= query_len):  # in front of the first row, or room that a row does not need
         return
 
     dims = tl.arange(0, HEAD_DIM)

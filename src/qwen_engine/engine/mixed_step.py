@@ -1,0 +1,169 @@
+"""The forward pass of a step with chunks of prompts in it: eager, or replayed from CUDA graphs.
+
+    slots, token counts → token slots and positions, decoding rows, chunks → model → states
+
+A step of few tokens would spend more time in launches than on the GPU. So with `sizes` it is padded to the next of them
+and runs over a buffer that never moves, in which one graph of that size finds any mixture of rows. Beyond the largest
+size, or with more chunks than the buffer has room for, a step runs eagerly at its own size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from qwen_engine.engine.cuda_graphs import CudaGraphs
+from qwen_engine.engine.slot_tables import SlotTables
+from qwen_engine.layers.attention import AttentionMetadata
+from qwen_engine.models.qwen3 import Qwen3Model, States
+
+MAX_CHUNKS = 64
+"""Of a padded step; as many rows as the smallest prefill kernel looks through."""
+_ALIGNMENT = 4  # each part of the inputs starts at a multiple of 16 bytes, or kernels would be compiled again
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    num_tokens: int
+    num_decodes: int
+    num_chunks: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Lengths of the inputs of a step, in order."""
+        return {
+            "token_slots": self.num_tokens,
+            "positions": self.num_tokens,
+            "decode_slots": self.num_decodes,
+            "decode_seq_lens": self.num_decodes,
+            "num_decodes": 1,
+            "chunk_slots": self.num_chunks,
+            "chunk_seq_lens": self.num_chunks,
+            "query_start": self.num_chunks + 1,
+        }
+
+    @property
+    def num_inputs(self) -> int:
+        return sum(map(_aligned, self.parts.values()))
+
+    def views(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        views, start = {}, 0
+        for name, length in self.parts.items():
+            views[name] = inputs[start : start + length]
+            start += _aligned(length)
+        return views
+
+    def packed(self, values: dict[str, np.ndarray]) -> np.ndarray:
+        """The inputs [num_inputs], int32. A part that is given fewer values than it is long is filled up with padding:
+        slot -1, and empty chunks behind the last."""
+        packed, start = np.full(self.num_inputs, -1, dtype=np.int32), 0
+        for name, length in self.parts.items():
+            given = values[name]
+            packed[start : start + len(given)] = given
+            if name == "query_start":
+                packed[start + len(given) : start + length] = given[-1]
+            start += _aligned(length)
+        return packed
+
+
+class MixedStep:
+    """sizes: numbers of tokens that steps are padded to. `kv_cache` is set before the first step."""
+
+    def __init__(
+        self,
+        model: Qwen3Model,
+        tables: SlotTables,
+        *,
+        sizes: Sequence[int],
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.kv_cache: torch.Tensor | None = None
+        self.graphs: CudaGraphs | None = None
+        self._model = model
+        self._tables = tables
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        num_inputs = max((self._padded(size).num_inputs for size in self.sizes), default=0)
+        self._inputs = torch.full((num_inputs,), -1, dtype=torch.int32, device=tables.device)
+        self._states: dict[int, States] = {}  # what the graph of a size leaves
+
+    @property
+    def calls(self) -> dict[str, Callable[[int], None]]:
+        """What can be captured, by name."""
+        return {"mixed": self._captured}
+
+    def run(self, slots: np.ndarray, counts: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> States:
+        """Computes counts[r] tokens of slots[r], from position starts[r] to ends[r]; rows of one token come first.
+
+        Gives the states of all tokens in order, padding behind them. They may lie in a buffer that the next step
+        overwrites.
+        """
+        several = np.flatnonzero(counts > 1)
+        num_tokens, num_decodes = int(counts.sum()), int(several[0]) if len(several) else len(slots)
+        exact = _Shape(num_tokens, num_decodes, len(slots) - num_decodes)
+        offsets = np.cumsum(counts) - counts
+        values = {
+            "token_slots": np.repeat(slots, counts),
+            "positions": np.arange(num_tokens) - np.repeat(offsets - starts, counts),
+            "decode_slots": slots[:num_decodes],
+            "decode_seq_lens": ends[:num_decodes],
+            "num_decodes": np.array([num_decodes]),
+            "chunk_slots": slots[num_decodes:],
+            "chunk_seq_lens": ends[num_decodes:],
+            "query_start": np.append(offsets[num_decodes:], num_tokens),
+        }
+        size = self._size(exact)
+        if size is None:
+            inputs = self._tables.to_device(exact.packed(values))
+            longest = int(counts[num_decodes:].max(initial=0)), int(ends[num_decodes:].max(initial=0))
+            return self._forward(exact, inputs, *longest)
+        padded = self._padded(size).packed(values)
+        self._inputs[: len(padded)].copy_(self._tables.to_device(padded), non_blocking=True)
+        if self.graphs is None:
+            return self._forward_padded(size)
+        self.graphs.replay("mixed", size)
+        return self._states[size]
+
+    def clear(self) -> None:
+        """Makes every token padding."""
+        self._inputs.fill_(-1)
+
+    def release(self) -> None:
+        """Frees the graphs and what they leave."""
+        self.graphs = None
+        self._states.clear()
+
+    def _size(self, exact: _Shape) -> int | None:
+        if not self.sizes or exact.num_tokens > self.sizes[-1] or exact.num_chunks > MAX_CHUNKS:
+            return None
+        return self.sizes[bisect_left(self.sizes, exact.num_tokens)]
+
+    def _padded(self, size: int) -> _Shape:
+        return _Shape(size, min(size, self._max_num_seqs), MAX_CHUNKS)
+
+    def _captured(self, size: int) -> None:
+        self._states[size] = self._forward_padded(size)
+
+    def _forward_padded(self, size: int) -> States:
+        return self._forward(self._padded(size), self._inputs, size, self._max_model_len)
+
+    def _forward(self, shape: _Shape, inputs: torch.Tensor, max_query_len: int, max_chunk_len: int) -> States:
+        metadata = AttentionMetadata(
+            block_tables=self._tables.block_tables,
+            max_decode_len=self._max_model_len,
+            max_query_len=max_query_len,
+            max_chunk_len=max_chunk_len,
+            **shape.views(inputs),
+        )
+        assert self.kv_cache is not None
+        return self._model(self._tables.token_table, metadata, self.kv_cache)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
