@@ -79,21 +79,26 @@ def test_every_size_gives_the_tokens_of_eager_steps(graph, eager):
 
 
 def test_mixed_steps_of_every_size_are_replayed_and_give_the_tokens_of_eager_steps(graph, eager, monkeypatch):
-    """One prompt that fills a size, one that leaves a token of it free, several together, all beside decoding rows."""
-    mixed, sizes = graph.core._executor.runner.mixed, []
+    """Prompts of lengths around each size, alone, together, and beside a row that decodes."""
+    mixed, replayed = graph.core._executor.runner.mixed, set()
     replay = mixed.graphs.replay
-    monkeypatch.setattr(mixed.graphs, "replay", lambda name, size: sizes.append((name, size)) or replay(name, size))
+    monkeypatch.setattr(mixed.graphs, "replay", lambda *key: replayed.add(key) or replay(*key))
     for size in (size for size in mixed.sizes if size <= 384):
-        first, *others = [random_prompt(length, seed=size) for length in (3, size, size - 1, size // 3 + 2, 2, 9)]
+        prompts = [random_prompt(length, seed=size) for length in (size, size - 1, size // 3 + 2, 2, 9)]
         outputs = []
         for llm in (eager, graph):
             llm.reset_prefix_cache()
-            steps = llm.stream([first, *others], GREEDY)
-            outputs.append(sorted((out.request_id, out.outputs[0].token_ids) for out in steps if out.finished))
+            outputs.append([tokens(llm, [prompt], GREEDY) for prompt in prompts[:2]])
             llm.reset_prefix_cache()
-            outputs[-1] += tokens(llm, others[:1], GREEDY)
+            outputs[-1].append(tokens(llm, prompts, GREEDY))
+            llm.reset_prefix_cache()
+            first = llm.stream([[3, 1, 4]], GREEDY)
+            next(first)
+            outputs[-1].append(tokens(llm, prompts[1:2], GREEDY))
+            outputs[-1].append(list(first)[-1].outputs[0].token_ids)
         assert outputs[0] == outputs[1]
-        assert ("mixed", size) in sizes
+        assert ("chunks" if size <= 256 else "mixed", size) in replayed
+    assert {("mixed", 64), ("mixed", 384)} <= replayed
 
 
 def test_the_states_of_a_replayed_mixed_step_have_the_same_bits_every_time(graph):
@@ -101,12 +106,12 @@ def test_the_states_of_a_replayed_mixed_step_have_the_same_bits_every_time(graph
     assert tokens(graph, [random_prompt(100, seed=8)], GREEDY)
     mixed = graph.core._executor.runner.mixed
     torch.cuda.synchronize()
-    mixed.graphs.replay("mixed", 128)
-    first, allocated = [state[..., :100, :].clone() for state in mixed._states[128]], torch.cuda.memory_allocated()
-    for number in range(300):
-        mixed.graphs.replay("mixed", 128)
-        if number % 10 == 0:
-            assert all(torch.equal(a[..., :100, :], b) for a, b in zip(mixed._states[128], first))
+    mixed.graphs.replay("chunks", 128)
+    first, allocated = mixed._hidden[:100].clone(), torch.cuda.memory_allocated()
+    for number in range(REPLAYS):
+        mixed.graphs.replay("chunks", 128)
+        if number % 50 == 0:
+            assert torch.equal(mixed._hidden[:100], first)
     assert torch.cuda.memory_allocated() == allocated
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
@@ -82,10 +83,11 @@ def test_large_models_are_launch_bound_up_to_fewer_tokens(model, num_ranks, larg
 
 
 def test_a_step_is_padded_to_the_next_size_and_the_largest_run_at_their_own(llm, mixed, monkeypatch):
+    monkeypatch.setattr(mixed_step, "MAX_CHUNKS_ONLY", 16)
     shapes = sizes_run(mixed, monkeypatch)
     for length in (2, 15, 16, 17, 48, 49, 100):
         tokens(llm, [random_prompt(length)], SamplingParams(max_tokens=1))
-    assert shapes == [(16, 16), (16, 16), (16, 16), (48, 16), (48, 16), (49, 0), (100, 0)]
+    assert shapes == [(16, 0), (16, 0), (16, 0), (48, 16), (48, 16), (49, 0), (100, 0)]
 
 
 def test_a_step_of_more_chunks_than_there_is_room_for_runs_at_its_own_size(llm, mixed, monkeypatch):
@@ -111,8 +113,7 @@ def test_padding_writes_no_kv_but_that_of_the_computed_tokens(llm, mixed):
     before = state(llm)
     mixed.kv_cache.add_(1.0)  # so that every place that is written to changes
     with torch.inference_mode():
-        states = mixed.run(slots, counts, ends - counts, ends)
-    assert states[1].shape[0] == 16
+        assert mixed.run(slots, counts, ends - counts, ends).shape[0] == 12
     after = state(llm)
     kept = (before["kv"].view(torch.float32) + 1.0).view(torch.int32)
     changed = (kept != after["kv"]).any(dim=-1).any(dim=0).any(dim=0).any(dim=1)  # [blocks, rows of a block]
@@ -134,31 +135,37 @@ def test_what_a_capture_runs_changes_nothing_between_two_steps(llm, mixed):
     before = state(llm)
     with torch.inference_mode():
         mixed.clear()
-        for size in MIXED_SIZES:
-            for call in mixed.calls.values():
+        assert [list(calls) for calls, _ in mixed.parts] == [["mixed"], ["chunks"]]
+        for calls, sizes in mixed.parts:
+            assert sizes
+            for call, size in itertools.product(calls.values(), sizes):
                 call(size)
     after = state(llm)
     assert all(torch.equal(after[name], before[name]) for name in before)
     last = {out.request_id: out for out in [*seen, *stream]}
     assert [out.outputs[0].token_ids for _, out in sorted(last.items(), key=lambda pair: int(pair[0]))] == expected
-    mixed.release()
-    assert not mixed._states
 
 
 def test_graphs_are_replayed_for_padded_steps_only(llm, mixed):
     prompts = [random_prompt(length) for length in (5, 30, 60)]
     expected = [tokens(llm, [prompt])[0] for prompt in prompts]
-    mixed.graphs = graphs = RecordedGraphs(mixed.calls)
+    mixed.graphs = graphs = RecordedGraphs({name: call for calls, _ in mixed.parts for name, call in calls.items()})
     try:
         assert [tokens(llm, [prompt])[0] for prompt in prompts] == expected
-        assert graphs.replays == [("mixed", 16), ("mixed", 48)]
+        assert graphs.replays == [("chunks", 16), ("chunks", 48)]
+        stream = llm.stream(prompts[:1], GREEDY)
+        next(stream)
+        other = llm.stream(prompts[1:2], GREEDY)
+        next(other)
+        assert graphs.replays[-1] == ("mixed", 48)
+        assert [list(stream)[-1].outputs[0].token_ids, list(other)[-1].outputs[0].token_ids] == expected[:2]
     finally:
-        mixed.release()
+        mixed.graphs = None
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_mixture_has_the_states_it_has_at_its_own_size(llm, data):
+def test_any_mixture_has_the_hidden_states_it_has_at_its_own_size(llm, data):
     """Chunks of several rows at any place of their prompts, beside decoding rows; both leave the same KV."""
     runner = llm.core._executor.runner
     mixed, tables = runner.mixed, runner.tables
@@ -175,16 +182,15 @@ def test_any_mixture_has_the_states_it_has_at_its_own_size(llm, data):
         for row, slot in enumerate(slots):
             tables.block_tables[slot, :3] = torch.arange(3) + 3 * row
         kv = torch.randn(runner.kv_cache.shape, generator=rng)
-        states, caches = [], []
+        hidden, caches = [], []
         for sizes in ((), MIXED_SIZES):
             runner.kv_cache.copy_(kv)
             mixed.sizes = sizes
-            parts, residual = mixed.run(slots, counts, ends - counts, ends)
-            states.append((parts.sum(dim=0) + residual)[: counts.sum()].clone())
+            hidden.append(mixed.run(slots, counts, ends - counts, ends).clone())
             caches.append(runner.kv_cache.clone())
-    assert states[1].isfinite().all()
+    assert hidden[1].isfinite().all()
     # fp32 products of other shapes are summed in another order.
-    torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hidden[0], hidden[1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(caches[0], caches[1], rtol=1e-4, atol=1e-4)
     runner.kv_cache.fill_(float("nan"))
 

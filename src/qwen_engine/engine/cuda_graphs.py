@@ -51,6 +51,8 @@ def mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
 Calls = Mapping[str, Callable[[int], None]]
 """Parts of a step by name: functions of the size that launch kernels on the current stream, do not synchronise, and at
 the time of the capture touch no live state."""
+Part = tuple[Calls, Sequence[int]]
+"""Calls and the sizes that they are captured at."""
 
 
 _capture_lock = threading.Lock()
@@ -87,7 +89,7 @@ class CudaGraphs:
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
-    def capture(self, *parts: tuple[Calls, Sequence[int]]) -> None:
+    def capture(self, *parts: Part) -> None:
         """Captures every call at its sizes. QwenEngineError, naming the size, if one of them fails."""
         start, free_before = time.perf_counter(), self._free_bytes()
         with _capturing():
@@ -105,7 +107,7 @@ class CudaGraphs:
         """Launches a captured call on the current stream."""
         self._graphs[name, size].replay()
 
-    def measure(self, *parts: tuple[Calls, Sequence[int]]) -> int:
+    def measure(self, *parts: Part) -> int:
         """Bytes that the graphs of `capture` will take, from two sizes of each part, captured and freed again.
 
         first + second * (n - 1) for each: the largest fills the shared pool and takes `first` bytes; `second` is what

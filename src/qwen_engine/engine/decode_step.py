@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from qwen_engine import kernels
-from qwen_engine.engine.cuda_graphs import CudaGraphs
+from qwen_engine.engine.cuda_graphs import CudaGraphs, Part
 from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.engine.token_sampler import Choice, TokenSampler
 from qwen_engine.layers.attention import AttentionMetadata
@@ -57,9 +57,14 @@ class DecodeStep:
 
     @property
     def calls(self) -> dict[str, Callable[[int], None]]:
-        """The parts of a step that can be captured, by name, in order."""
+        """What a step is made of, by name, in order."""
         choices = {choice: functools.partial(self._choose, choice) for choice in get_args(Choice)}
         return {"forward": self._forward, **choices}
+
+    @property
+    def parts(self) -> list[Part]:
+        """What can be captured."""
+        return [(self.calls, self.sizes)]
 
     def run(self, slots: list[int], masks: TokenMasks | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decodes one token for each slot: (its id, int64 [rows], and this rank's logits [rows, n]).
@@ -118,8 +123,8 @@ class DecodeStep:
             max_chunk_len=0,
         )
         assert self.kv_cache is not None
-        parts, residual = self._model(tables.token_table, metadata, self.kv_cache)
-        self._model.logits_shard(parts, residual, out=self._logits[:size])
+        hidden = self._model(tables.token_table, metadata, self.kv_cache)
+        self._model.lm_head.logits_shard(hidden, out=self._logits[:size])
 
     def _choose(self, choice: Choice, size: int) -> None:
         self._sampler.choose_on_device(choice, self._logits[:size], self._slots[:size], self._token_ids[:size])

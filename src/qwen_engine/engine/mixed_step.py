@@ -1,6 +1,6 @@
 """The forward pass of a step with chunks of prompts in it: eager, or replayed from CUDA graphs.
 
-    slots, token counts → token slots and positions, decoding rows, chunks → model → states
+    slots, token counts → token slots and positions, decoding rows, chunks → model → hidden states
 
 A step of few tokens would spend more time in launches than on the GPU. So with `sizes` it is padded to the next of them
 and runs over a buffer that never moves, in which one graph of that size finds any mixture of rows. Beyond the largest
@@ -9,20 +9,23 @@ size, or with more chunks than the buffer has room for, a step runs eagerly at i
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from qwen_engine.engine.cuda_graphs import CudaGraphs
+from qwen_engine.engine.cuda_graphs import CudaGraphs, Part
 from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.layers.attention import AttentionMetadata
-from qwen_engine.models.qwen3 import Qwen3Model, States
+from qwen_engine.models.qwen3 import Qwen3Model
 
 MAX_CHUNKS = 64
 """Of a padded step; as many rows as the smallest prefill kernel looks through."""
+MAX_CHUNKS_ONLY = 256
+"""Tokens up to which steps without decoding rows have graphs of their own."""
 _ALIGNMENT = 4  # each part of the inputs starts at a multiple of 16 bytes, or kernels would be compiled again
 
 
@@ -71,7 +74,11 @@ class _Shape:
 
 
 class MixedStep:
-    """sizes: numbers of tokens that steps are padded to. `kv_cache` is set before the first step."""
+    """sizes: numbers of tokens that steps are padded to. `kv_cache` is set before the first step.
+
+    Padded steps are of two kinds: "mixed", and "chunks" for small ones in which no row decodes, where looking for such
+    rows would take a good part of the time.
+    """
 
     def __init__(
         self,
@@ -81,6 +88,7 @@ class MixedStep:
         sizes: Sequence[int],
         max_num_seqs: int,
         max_model_len: int,
+        dtype: torch.dtype,
     ) -> None:
         self.sizes = tuple(sizes)
         self.kv_cache: torch.Tensor | None = None
@@ -89,20 +97,24 @@ class MixedStep:
         self._tables = tables
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        num_inputs = max((self._padded(size).num_inputs for size in self.sizes), default=0)
+        largest = max(self.sizes, default=0)
+        num_inputs = self._padded("mixed", largest).num_inputs
         self._inputs = torch.full((num_inputs,), -1, dtype=torch.int32, device=tables.device)
-        self._states: dict[int, States] = {}  # what the graph of a size leaves
+        self._hidden = torch.zeros(largest, model.config.hidden_size, dtype=dtype, device=tables.device)
 
     @property
-    def calls(self) -> dict[str, Callable[[int], None]]:
-        """What can be captured, by name."""
-        return {"mixed": self._captured}
+    def parts(self) -> list[Part]:
+        """What can be captured."""
+        small = [size for size in self.sizes if size <= MAX_CHUNKS_ONLY]
+        return [
+            ({kind: functools.partial(self._forward_padded, kind)}, sizes)
+            for kind, sizes in (("mixed", self.sizes), ("chunks", small))
+        ]
 
-    def run(self, slots: np.ndarray, counts: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> States:
+    def run(self, slots: np.ndarray, counts: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
         """Computes counts[r] tokens of slots[r], from position starts[r] to ends[r]; rows of one token come first.
 
-        Gives the states of all tokens in order, padding behind them. They may lie in a buffer that the next step
-        overwrites.
+        Gives the hidden states of all tokens in order, perhaps in a buffer that the next step overwrites.
         """
         several = np.flatnonzero(counts > 1)
         num_tokens, num_decodes = int(counts.sum()), int(several[0]) if len(several) else len(slots)
@@ -123,37 +135,32 @@ class MixedStep:
             inputs = self._tables.to_device(exact.packed(values))
             longest = int(counts[num_decodes:].max(initial=0)), int(ends[num_decodes:].max(initial=0))
             return self._forward(exact, inputs, *longest)
-        padded = self._padded(size).packed(values)
+        kind = "chunks" if not num_decodes and size <= MAX_CHUNKS_ONLY else "mixed"
+        padded = self._padded(kind, size).packed(values)
         self._inputs[: len(padded)].copy_(self._tables.to_device(padded), non_blocking=True)
         if self.graphs is None:
-            return self._forward_padded(size)
-        self.graphs.replay("mixed", size)
-        return self._states[size]
+            self._forward_padded(kind, size)
+        else:
+            self.graphs.replay(kind, size)
+        return self._hidden[:num_tokens]
 
     def clear(self) -> None:
         """Makes every token padding."""
         self._inputs.fill_(-1)
-
-    def release(self) -> None:
-        """Frees the graphs and what they leave."""
-        self.graphs = None
-        self._states.clear()
 
     def _size(self, exact: _Shape) -> int | None:
         if not self.sizes or exact.num_tokens > self.sizes[-1] or exact.num_chunks > MAX_CHUNKS:
             return None
         return self.sizes[bisect_left(self.sizes, exact.num_tokens)]
 
-    def _padded(self, size: int) -> _Shape:
-        return _Shape(size, min(size, self._max_num_seqs), MAX_CHUNKS)
+    def _padded(self, kind: str, size: int) -> _Shape:
+        return _Shape(size, min(size, self._max_num_seqs) if kind == "mixed" else 0, MAX_CHUNKS)
 
-    def _captured(self, size: int) -> None:
-        self._states[size] = self._forward_padded(size)
+    def _forward_padded(self, kind: str, size: int) -> None:
+        hidden = self._forward(self._padded(kind, size), self._inputs, size, self._max_model_len)
+        self._hidden[:size].copy_(hidden)
 
-    def _forward_padded(self, size: int) -> States:
-        return self._forward(self._padded(size), self._inputs, size, self._max_model_len)
-
-    def _forward(self, shape: _Shape, inputs: torch.Tensor, max_query_len: int, max_chunk_len: int) -> States:
+    def _forward(self, shape: _Shape, inputs: torch.Tensor, max_query_len: int, max_chunk_len: int) -> torch.Tensor:
         metadata = AttentionMetadata(
             block_tables=self._tables.block_tables,
             max_decode_len=self._max_model_len,

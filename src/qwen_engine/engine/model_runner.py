@@ -1,7 +1,7 @@
 """One rank's share of a step: forward pass and sampling over the slot tables.
 
-A step in which every row decodes one token goes to `DecodeStep`; of any other, `MixedStep` computes the states and the
-tokens are chosen here, eagerly, over the same tables.
+A step in which every row decodes one token goes to `DecodeStep`; of any other, `MixedStep` computes the hidden
+states and the tokens are chosen here, eagerly, over the same tables.
 Sampled tokens are written into the token table on the device and feed the next step from there; their values reach the
 host later, through `StepResult`. Steps run in the order they are given.
 """
@@ -19,14 +19,14 @@ import torch
 
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
-from qwen_engine.engine.cuda_graphs import Calls, CudaGraphs, GraphSizes
+from qwen_engine.engine.cuda_graphs import CudaGraphs, GraphSizes, Part
 from qwen_engine.engine.decode_step import DecodeStep
 from qwen_engine.engine.mixed_step import MixedStep
 from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.sampler import TokenMasks, TopLogprobs, top_logprobs
-from qwen_engine.models.qwen3 import Qwen3Model, States
+from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import Logprob, PositionLogprobs, SamplingParams
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
@@ -154,7 +154,12 @@ class ModelRunner:
             dtype=dtype,
         )
         self.mixed = MixedStep(
-            model, self.tables, sizes=graph_sizes.mixed, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            model,
+            self.tables,
+            sizes=graph_sizes.mixed,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            dtype=dtype,
         )
         self.kv_cache: torch.Tensor | None = None
 
@@ -219,8 +224,7 @@ class ModelRunner:
 
     def release_graphs(self) -> None:
         """Frees the graphs: a communicator that they use cannot end before them. No step can follow."""
-        self.decode.graphs = None
-        self.mixed.release()
+        self.decode.graphs = self.mixed.graphs = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult | None:
@@ -246,12 +250,14 @@ class ModelRunner:
         sampled_slots = slots[samples]
         prompt_logprobs: dict[int, tuple[int, list[_HostLogprobs]]] = {}
         if samples.all() and (counts == 1).all():
+            tables.apply_sampling(plan)
             token_ids, logits = self.decode.run(plan.slots, masks)
         else:
-            states = self.mixed.run(slots, counts, starts, ends)
+            hidden = self.mixed.run(slots, counts, starts, ends)
+            tables.apply_sampling(plan)  # here, because the GPU is already busy
             last = np.cumsum(counts) - 1
-            prompt_logprobs = self._prompt_logprobs(states, slots, starts, ends, first=last - counts + 1)
-            token_ids, logits = self._choose(states, last[samples], sampled_slots, masks)
+            prompt_logprobs = self._prompt_logprobs(hidden, slots, starts, ends, first=last - counts + 1)
+            token_ids, logits = self._choose(hidden, last[samples], sampled_slots, masks)
         logprobs = self._sampled_logprobs(token_ids, logits, sampled_slots)
         if self.check_agreement:
             self._check_agreement(plan, starts, token_ids)
@@ -267,15 +273,14 @@ class ModelRunner:
             raise QwenEngineError(f"ranks disagree about step {plan.step}: digests of rows and tokens are {digests}")
 
     def _choose(
-        self, states: States, rows: np.ndarray, slots: np.ndarray, masks: TokenMasks | None
+        self, hidden: torch.Tensor, rows: np.ndarray, slots: np.ndarray, masks: TokenMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Chooses the next token of `slots` from the model's states at `rows`: (ids, this rank's logits)."""
+        """Chooses the next token of `slots` from the hidden states at `rows`: (ids, this rank's logits)."""
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         if not len(rows):
             return token_ids, None
         device_rows, device_slots = self.tables.to_device(np.stack((rows, slots))).unbind(0)
-        parts, residual = states
-        logits = self.model.logits_shard(parts[:, device_rows], residual[device_rows])
+        logits = self.model.lm_head.logits_shard(hidden[device_rows])
         choice = self.sampler.on_device(slots)
         if choice is not None:
             self.sampler.choose_on_device(choice, logits, device_slots.int(), token_ids)
@@ -299,11 +304,11 @@ class ModelRunner:
         return asked, _HostLogprobs(chosen, top_logprobs(whole, chosen, max(num_top)), num_top)
 
     def _prompt_logprobs(
-        self, states: States, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, first: np.ndarray
+        self, hidden: torch.Tensor, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, first: np.ndarray
     ) -> dict[int, tuple[int, list[_HostLogprobs]]]:
         """Log-probabilities of the prompt tokens that follow each computed one, for the rows that ask for them.
 
-        Position p predicts the token at p + 1; `first` is the row of the model's states where each plan row starts.
+        Position p predicts the token at p + 1; `first` is the row of the hidden states where each plan row starts.
         """
         results: dict[int, tuple[int, list[_HostLogprobs]]] = {}
         for row in np.flatnonzero(self.tables.prompt_logprobs[slots] >= 0):
@@ -315,9 +320,7 @@ class ModelRunner:
                 high = min(low + PROMPT_LOGPROB_ROWS, stop)
                 offset = int(first[row]) - start
                 rows = slice(offset + low, offset + high)
-                # Copies, because logits_shard sums in place.
-                shard = self.model.logits_shard(states[0][:, rows].clone(), states[1][rows].clone())
-                logits = self.model.lm_head.gather(shard)
+                logits = self.model.lm_head.gather(self.model.lm_head.logits_shard(hidden[rows]))
                 if self.tp.rank:
                     continue  # only there to give its part of the logits
                 token_ids = self.tables.token_table[slot, low + 1 : high + 1].to(torch.int64)
@@ -338,20 +341,18 @@ class ModelRunner:
     def _captures(self) -> bool:
         return bool(self.decode.sizes) and self.device.type == "cuda"
 
-    def _parts_to_capture(self) -> list[tuple[Calls, Sequence[int]]]:
-        """The step that takes most memory comes first."""
+    def _parts_to_capture(self) -> list[Part]:
+        """The steps that take most memory come first."""
         self.mixed.clear()
         self.decode.clear()
-        return [(self.mixed.calls, self.mixed.sizes), (self.decode.calls, self.decode.sizes)]
+        return [*self.mixed.parts, *self.decode.parts]
 
     @torch.inference_mode()
     def _graph_bytes(self) -> int:
         if not self._captures:
             return 0
         with self._on_device():
-            graph_bytes = CudaGraphs(self.device).measure(*self._parts_to_capture())
-            self.mixed.release()
-            return graph_bytes
+            return CudaGraphs(self.device).measure(*self._parts_to_capture())
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 class SlotTables:
     """On the device: token_table [max_num_seqs, max_model_len], block_tables [max_num_seqs, max_blocks] and num_tokens
-    [max_num_seqs] (tokens known, sampled ones included), all int32, and the sampling parameters.
+    [max_num_seqs] (tokens known, sampled ones included), all int32, parts of one buffer that a plan is written into at
+    once; and the sampling parameters.
 
     On the host, int64 [max_num_seqs]: known_tokens (num_tokens of the device; 0 in an empty slot), computed_tokens
     (those with KV), prompt_tokens, and prompt_logprobs (how many are asked for, -1: none).
@@ -29,9 +30,11 @@ class SlotTables:
     ) -> None:
         self.device = device
         max_blocks = -(-max_model_len // block_size)
-        self.token_table = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
-        self.num_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        sizes = [max_num_seqs * width for width in (max_model_len, max_blocks, 1)]
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        token_table, block_tables, self.num_tokens = self._buffer.split(sizes)
+        self.token_table = token_table.view(max_num_seqs, max_model_len)
+        self.block_tables = block_tables.view(max_num_seqs, max_blocks)
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
         self.known_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -40,16 +43,40 @@ class SlotTables:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, plan: StepPlan) -> None:
-        """Takes what the plan says has changed."""
+        """Takes what the plan says has changed, but for sampling parameters."""
         self.known_tokens[plan.freed_slots] = 0
+        writes: list[tuple[torch.Tensor, np.ndarray, np.ndarray]] = []  # table, indices in it, values
         if plan.added:
-            self._add(plan.added)
+            writes += self._add(plan.added)
         if plan.new_blocks:
             slots, blocks = (np.array(column, dtype=np.int64) for column in zip(*plan.new_blocks))
-            columns = self._num_blocks[slots]
-            indices = slots * self.block_tables.shape[1] + columns
-            self._scatter(self.block_tables, indices, blocks)
+            indices = slots * self.block_tables.shape[1] + self._num_blocks[slots]
+            writes.append((self.block_tables, indices, blocks))
             self._num_blocks[slots] += 1
+        if writes:
+            indices = np.concatenate([table.storage_offset() + places for table, places, _ in writes])
+            device_indices, values = self.to_device(
+                np.stack((indices, np.concatenate([values for _, _, values in writes])))
+            ).unbind(0)
+            self._buffer[device_indices] = values.int()
+
+    def apply_sampling(self, plan: StepPlan) -> None:
+        """Takes the sampling parameters of the plan's new requests, before tokens are chosen for them."""
+        if plan.added:
+            self.sampling.set(
+                [
+                    SlotSampling(
+                        slot=entry.slot,
+                        params=entry.params,
+                        seed=entry.seed,
+                        token_ids=entry.token_ids,
+                        num_prompt_tokens=entry.num_prompt_tokens,
+                        stop_ids=entry.stop_ids,
+                        bad_word_ids=entry.bad_word_ids,
+                    )
+                    for entry in plan.added
+                ]
+            )
 
     def computed(self, slots: np.ndarray, ends: np.ndarray, sampled_slots: np.ndarray) -> None:
         """Notes on the host that `slots` have KV up to `ends`, and that the device appends one token to some."""
@@ -63,7 +90,8 @@ class SlotTables:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def _add(self, added: Sequence[SlotInit]) -> None:
+    def _add(self, added: Sequence[SlotInit]) -> list[tuple[torch.Tensor, np.ndarray, np.ndarray]]:
+        writes = []
         for entry in added:
             slot = entry.slot
             self.known_tokens[slot] = len(entry.token_ids)
@@ -72,31 +100,8 @@ class SlotTables:
             self.prompt_tokens[slot] = entry.num_prompt_tokens
             wanted = entry.params.prompt_logprobs
             self.prompt_logprobs[slot] = -1 if wanted is None else wanted
+            for table, row in ((self.token_table, entry.token_ids), (self.block_tables, entry.block_ids)):
+                values = np.asarray(row, dtype=np.int64)
+                writes.append((table, slot * table.shape[1] + np.arange(len(values)), values))
         slots = np.array([entry.slot for entry in added], dtype=np.int64)
-        self._scatter(self.num_tokens, slots, self.known_tokens[slots])
-        for table, values in (
-            (self.token_table, [np.asarray(entry.token_ids, dtype=np.int64) for entry in added]),
-            (self.block_tables, [np.asarray(entry.block_ids, dtype=np.int64) for entry in added]),
-        ):
-            width = table.shape[1]
-            indices = [entry.slot * width + np.arange(len(row)) for entry, row in zip(added, values)]
-            self._scatter(table, np.concatenate(indices), np.concatenate(values))
-        self.sampling.set(
-            [
-                SlotSampling(
-                    slot=entry.slot,
-                    params=entry.params,
-                    seed=entry.seed,
-                    token_ids=entry.token_ids,
-                    num_prompt_tokens=entry.num_prompt_tokens,
-                    stop_ids=entry.stop_ids,
-                    bad_word_ids=entry.bad_word_ids,
-                )
-                for entry in added
-            ]
-        )
-
-    def _scatter(self, table: torch.Tensor, flat_indices: np.ndarray, values: np.ndarray) -> None:
-        """table.view(-1)[flat_indices] = values, from the host, in two copies."""
-        indices, new = self.to_device(np.stack((flat_indices, values))).unbind(0)
-        table.view(-1)[indices] = new.to(table.dtype)
+        return [*writes, (self.num_tokens, slots, self.known_tokens[slots])]

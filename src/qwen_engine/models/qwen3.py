@@ -13,10 +13,6 @@ from qwen_engine.layers.mlp import GatedMLP
 from qwen_engine.layers.norm import SummedRMSNorm
 from qwen_engine.layers.rotary import rotary_table
 
-States = tuple[torch.Tensor, torch.Tensor]
-"""Hidden states before the final norm: (this rank's parts of a sum [parts, tokens, hidden], what that sum is to be
-added to [tokens, hidden])."""
-
 
 class DecoderLayer(nn.Module):
     def __init__(
@@ -72,8 +68,8 @@ class Qwen3Model(nn.Module):
             else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device)
         )
 
-    def forward(self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> States:
-        """The states of a step's tokens, as `logits_shard` takes them.
+    def forward(self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The hidden states [tokens, hidden] of a step, behind the final norm: what `lm_head` makes logits of.
 
         token_table: int32 [max_num_seqs, max_model_len], the tokens of every slot.
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
@@ -82,12 +78,4 @@ class Qwen3Model(nn.Module):
         residual = torch.zeros_like(parts[0])
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0)):
             parts = layer(parts, residual, metadata, layer_cache)
-        return parts, residual
-
-    def logits_shard(
-        self, parts: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Rows of what `forward` gave → this rank's columns of the logits [rows, n]; `lm_head.gather` joins those of
-        all. Both are overwritten; all ranks give the same rows.
-        """
-        return self.lm_head.logits_shard(self.norm(parts, residual), out)
+        return self.norm(parts, residual)

@@ -35,7 +35,7 @@ TUNED: dict[tuple[str, int, int], dict[int, Tiles]] = {
     ("linear", 5120, 5120): {16: Tiles(64, 256, stages=4)},
     ("linear", 5120, 4096): {16: Tiles(64, 256, stages=4)},
     ("gated", 25600, 5120): {32: Tiles(64, 128, stages=3), 64: Tiles(64, 64, stages=4)},
-    ("linear", 5120, 12800): {32: Tiles(64, 256, stages=4)},
+    ("linear", 5120, 12800): {32: Tiles(64, 256, stages=4), 64: Tiles(128, 128, splits=2, stages=4)},
     # Qwen3-8B on one
     ("linear", 6144, 4096): {32: Tiles(64, 256, stages=4)},
     ("linear", 4096, 4096): {16: Tiles(64, 256, stages=5), 32: Tiles(64, 256, stages=4)},
