@@ -1,6 +1,7 @@
-"""Where the time of one decode step goes: microseconds per part, gaps between kernels, idle time of the GPU.
+"""Where the time of one step goes: microseconds per part, gaps between kernels, idle time of the GPU.
 
     PYTHONPATH=src python benchmarks/profile_step.py --model FOLDER --batch-sizes 1,16,256 [--tensor-parallel-size 2]
+    PYTHONPATH=src python benchmarks/profile_step.py --model FOLDER --batch-sizes "" --prefill 1x128,8x1024
 
 FOLDER needs a config.json only; weights are random. The parts are those of the layer budget in the design notes. An
 eager engine runs first, with every launch under the name of its part; the kernels of a CUDA graph, which come without
@@ -17,6 +18,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from qwen_engine import LLM, SamplingParams, kernels
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.decode_step import DecodeStep
+from qwen_engine.engine.mixed_step import MixedStep
 from qwen_engine.layers.embedding import VocabParallelEmbedding
 
 OF_FUNCTION = {
     "embed_tokens": "embedding",
     "qk_norm_rope_kv_write": "rope, KV write",
     "decode_attention": "attention",
+    "prefill_attention": "attention",
     "push_add_rms_norm": "all-reduce",
     "rms_norm": "norms",
     "add_rms_norm": "norms",
@@ -90,6 +94,8 @@ def annotated(model: torch.nn.Module) -> Iterator[None]:
         (VocabParallelEmbedding, "logits_shard", lambda *_: "lm_head"),
         (TPGroup, "_reduce", lambda *_: "all-reduce"),
         (DecodeStep, "_launch", lambda _, name, size: CALL + name),
+        (MixedStep, "_forward", lambda *_: CALL + "exact"),
+        (MixedStep, "_forward_padded", lambda *_: CALL + "padded"),
     ]
     for path, module in model.named_modules():
         part = OF_MODULE.get(path.rpartition(".")[2])
@@ -197,15 +203,41 @@ def profiled_steps(llm: LLM, batch: int, context: int, num_steps: int, *, names:
     states, steps = llm.track(prompts, params)
     while min(state.num_output_tokens for state in states) < WARM_UP_STEPS:
         next(steps)
+    with profiling(llm, names) as profiler:
+        for _ in range(num_steps):
+            next(steps)
+    steps.close()
+    return spans_from(profiler)
+
+
+def profiled_prefills(llm: LLM, rows: int, length: int, num_steps: int, *, names: bool) -> list[Span]:
+    """The spans of `num_steps` steps that each compute `rows` prompts of `length` tokens, after one."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, llm.core.model_config.vocab_size, (rows, length), generator=generator).tolist()
+
+    def prefill() -> None:
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+
+    prefill()
+    with profiling(llm, names) as profiler:
+        for _ in range(num_steps):
+            prefill()
+    return spans_from(profiler)
+
+
+@contextlib.contextmanager
+def profiling(llm: LLM, names: bool) -> Iterator[profile]:
+    """Records the GPU's work, or the CPU's; with `names`, launches under the names of their parts."""
     is_cuda = llm.core.setup.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     model = llm.core._executor.runner.model
     with annotated(model) if names else contextlib.nullcontext(), profile(activities=activities) as profiler:
-        for _ in range(num_steps):
-            next(steps)
+        yield profiler
         if is_cuda:
             torch.cuda.synchronize()
-    steps.close()
+
+
+def spans_from(profiler: profile) -> list[Span]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -215,8 +247,9 @@ def profiled_steps(llm: LLM, batch: int, context: int, num_steps: int, *, names:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="a folder with config.json, or 'demo'")
-    parser.add_argument("--batch-sizes", default="1,16,256")
-    parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
+    parser.add_argument("--batch-sizes", default="1,16,256", help="rows of the decode steps (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each decoding request")
+    parser.add_argument("--prefill", default="", help="prompts and their tokens in a step, as in 1x128,8x1024")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-custom-all-reduce", action=argparse.BooleanOptionalAction, default=True)
@@ -224,8 +257,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    batches = [int(size) for size in args.batch_sizes.split(",")]
-    prefill_steps = -(-max(batches) * args.context // MAX_NUM_BATCHED_TOKENS)
+    batches = [int(size) for size in args.batch_sizes.split(",") if size]
+    prefills = [tuple(map(int, pair.split("x"))) for pair in args.prefill.split(",") if pair]
+    num_rows = max([*batches, *(rows for rows, _ in prefills)])
+    num_tokens = max([MAX_NUM_BATCHED_TOKENS, num_rows, *(rows * length for rows, length in prefills)])
+    prefill_steps = -(-max(batches, default=0) * args.context // MAX_NUM_BATCHED_TOKENS)
+    decode_len = args.context + WARM_UP_STEPS + args.steps + 8 + 2 * prefill_steps
     options = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -233,26 +270,33 @@ def main() -> None:
         "enable_custom_all_reduce": args.enable_custom_all_reduce,
         "dtype": args.dtype,
         "device": args.device,
-        "max_num_seqs": max(batches),
-        "max_num_batched_tokens": max(MAX_NUM_BATCHED_TOKENS, max(batches)),
-        "max_model_len": args.context + WARM_UP_STEPS + args.steps + 8 + 2 * prefill_steps,
+        "max_num_seqs": num_rows,
+        "max_num_batched_tokens": num_tokens,
+        "max_model_len": max([decode_len, *(length + 1 for _, length in prefills)]),
         "enable_prefix_caching": False,
     }
-    tables: dict[int, dict[str, dict[str, float]]] = {}
+    profiles: dict[str, Callable[..., list[Span]]] = {
+        f"batch {batch}, context {args.context}": partial(profiled_steps, batch=batch, context=args.context)
+        for batch in batches
+    }
+    for rows, length in prefills:
+        profiles[f"prefill of {rows} x {length}"] = partial(profiled_prefills, rows=rows, length=length)
+    tables: dict[str, dict[str, dict[str, float]]] = {}
     with LLM(args.model, enforce_eager=True, **options) as llm:
         has_graphs = llm.core.setup.device.type == "cuda"
-        eager = {batch: profiled_steps(llm, batch, args.context, args.steps, names=True) for batch in batches}
-        for batch, spans in eager.items():
-            tables[batch] = {"eager": summary(by_key(spans, lambda span: span.call), spans, args.steps)}
+        eager = {name: run(llm, num_steps=args.steps, names=True) for name, run in profiles.items()}
+        for name, spans in eager.items():
+            tables[name] = {"eager": summary(by_key(spans, lambda span: span.call), spans, args.steps)}
     if has_graphs:
         with LLM(args.model, **options) as llm:
-            for batch in batches:
-                spans = profiled_steps(llm, batch, args.context, args.steps, names=False)
-                tables[batch]["graph"] = summary(with_parts(spans, eager[batch]), spans, args.steps)
-    for batch, columns in tables.items():
-        print(f"batch {batch}, context {args.context}: us per step")
+            for name, run in profiles.items():
+                spans = run(llm, num_steps=args.steps, names=False)
+                if calls := with_parts(spans, eager[name]):  # the largest steps have no graph
+                    tables[name]["graph"] = summary(calls, spans, args.steps)
+    for name, columns in tables.items():
+        print(f"{name}: us per step")
         for part in dict.fromkeys(part for column in columns.values() for part in column):
-            cells = "  ".join(f"{name} {column.get(part, 0.0):10.1f}" for name, column in columns.items())
+            cells = "  ".join(f"{kind} {column.get(part, 0.0):10.1f}" for kind, column in columns.items())
             print(f"  {part:18s}{cells}")
     if args.json:
         args.json.write_text(json.dumps(tables, indent=1) + "\n")

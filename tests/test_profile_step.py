@@ -81,15 +81,17 @@ def test_a_kernel_that_starts_early_counts_from_the_end_of_the_one_before(profil
 def test_the_demo_on_a_cpu_shows_every_part_and_leaves_no_trace(profile_step, monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     command = ["profile_step.py", "--device", "cpu", "--batch-sizes", "1,3", "--context", "20", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", [*command, "--json", str(out)])
+    monkeypatch.setattr(sys, "argv", [*command, "--prefill", "2x30", "--json", str(out)])
     before = kernels.rms_norm
     profile_step.main()
     assert kernels.rms_norm is before
     tables = json.loads(out.read_text())
     parts = {*profile_step.PARTS} - {"all-reduce", "other"}  # one rank
     for batch in ("1", "3"):
-        figures = tables[batch]["eager"]
+        figures = tables[f"batch {batch}, context 20"]["eager"]
         assert parts <= figures.keys()
         assert all(figures[part] > 0 for part in parts)
         assert 0 <= figures["idle %"] < 100
+    figures = tables["prefill of 2 x 30"]["eager"]
+    assert all(figures[part] > 0 for part in parts - {"lm_head", "sampling"})  # these come after the forward pass
     assert "batch 3, context 20" in capsys.readouterr().out

@@ -295,7 +295,7 @@ def command_line() -> str:
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit this package was loaded from, None if it is not run from a checkout."""
+    """The commit this package was loaded from. A copy without git tells it in QWEN_ENGINE_GIT_COMMIT; None: unknown."""
     source = Path(qwen_engine.__file__)
 
     def git(*args: str) -> str:
@@ -307,7 +307,7 @@ def git_commit() -> str | None:
         dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
         return git("rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("QWEN_ENGINE_GIT_COMMIT") or None
 
 
 def check_writable(folder: Path) -> None:
