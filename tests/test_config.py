@@ -278,6 +278,7 @@ def test_model_names_that_lead_nowhere_give_one_line(tmp_path):
         ("seed", [-1, 2**64, 1.0, None]),
         ("scheduling_policy", ["lifo", None]),
         ("max_num_waiting", [0, "5"]),
+        ("max_late_chunk_tokens", [0, 2.5]),
         ("max_logprobs", [-1, None, 2.0]),
         ("skip_tokenizer_init", ["true", 1]),
     ],

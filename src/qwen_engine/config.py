@@ -63,6 +63,17 @@ class ModelConfig:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def layer_parameters(self) -> int:
+        """Elements of the matrices of one decoder layer, so multiplications for one token."""
+        heads = 2 * (self.num_heads + self.num_kv_heads)  # q, k, v and the projection of the output
+        return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+
+    @property
+    def balanced_context_tokens(self) -> float:
+        """Context in which a token's attention takes as many multiplications as its matrix products."""
+        return self.layer_parameters / (2 * self.num_heads * self.head_dim)
+
+    @property
     def max_context_tokens(self) -> int:
         """Longest context the position encoding was made for; YaRN multiplies its original length."""
         if self.yarn is None:
@@ -144,6 +155,7 @@ class EngineConfig:
     max_model_len: most tokens of prompt + output; None is what the checkpoint allows.
     max_num_seqs: most requests that run at once.
     max_num_batched_tokens: token budget of one step; at least max_num_seqs.
+    max_late_chunk_tokens: prompt tokens per step of a request that came while others wrote; None is no such limit.
     block_size: tokens per KV block, a power of two ≥ 8.
     gpu_memory_utilization: share of the GPU's memory this engine may use, weights included.
     kv_cache_bytes: size of the KV pool; None takes what gpu_memory_utilization leaves (CPU: up to 4 GiB).
@@ -167,6 +179,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    max_late_chunk_tokens: int | None = 256
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
@@ -194,7 +207,12 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)
         # One prompt token and one output token are the least there is.
-        for name, minimum in (("max_model_len", 2), ("kv_cache_bytes", 1), ("max_num_waiting", 1)):
+        for name, minimum in (
+            ("max_model_len", 2),
+            ("kv_cache_bytes", 1),
+            ("max_num_waiting", 1),
+            ("max_late_chunk_tokens", 1),
+        ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), minimum)
         for name in (

@@ -280,6 +280,7 @@ class Request:
         "stop_ids",
         "stop_reason",
         "token_ids",
+        "writing_since",
     )
 
     def __init__(
@@ -319,6 +320,7 @@ class Request:
         self.num_preemptions = 0
         self.limit_tokens = 0  # prompt + output may not pass this; set at admission to the queue
         self.arrival = 0  # set at admission to the queue
+        self.writing_since: int | None = None  # arrivals there had been when all but one of its tokens were scheduled
         self.admission_step = 0  # the step in which it last got its slot and blocks
         self.scheduled_time = 0.0  # time.monotonic() when it first got them
 

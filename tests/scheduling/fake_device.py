@@ -180,6 +180,8 @@ class Driver:
         policy: str = "fcfs",
         depth: int = 1,
         max_num_waiting: int | None = None,
+        max_late_chunk_tokens: int | None = None,
+        context_cost: float = 0.0,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
@@ -191,6 +193,8 @@ class Driver:
             vocab_size=VOCAB_SIZE,
             policy=policy,
             max_num_waiting=max_num_waiting,
+            max_late_chunk_tokens=max_late_chunk_tokens,
+            context_cost=context_cost,
         )
         self.device = FakeDevice(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
         self.depth = depth

@@ -133,3 +133,81 @@ def test_a_constrained_request_is_not_decoded_ahead_while_others_are():
     assert alone.launch() is None
     alone.run()
     alone.check_outputs()
+
+
+def prompt_tokens_per_step(driver, request):
+    """Tokens of the request that each step computes, until it writes."""
+    counts = []
+    while request.num_computed_tokens < request.num_prompt_tokens:
+        before = request.num_computed_tokens
+        driver.step()
+        counts.append(request.num_computed_tokens - before)
+    return counts
+
+
+def late_driver(**options):
+    options = {"num_blocks": 200, "max_num_batched_tokens": 64, "max_late_chunk_tokens": 10, **options}
+    return Driver(**options)
+
+
+def test_a_prompt_that_comes_while_others_write_gets_small_chunks_until_they_end():
+    driver = late_driver()
+    driver.add("writer", [1, 2], max_tokens=4)
+    driver.step()
+    late = driver.add("late", [3] * 100)
+    assert prompt_tokens_per_step(driver, late) == [10, 10, 10, 64, 6]
+    driver.run()
+    driver.check_outputs()
+
+
+def test_prompts_that_were_there_before_anybody_wrote_are_not_late():
+    driver = late_driver()
+    requests = [driver.add(str(number), [number] * 50, max_tokens=20) for number in range(4)]
+    prompt_tokens_per_step(driver, requests[-1])
+    assert driver.num_steps == 4  # 200 tokens and a few that are written meanwhile, 64 a step
+    driver.run()
+    driver.check_outputs()
+
+
+def test_each_late_prompt_has_its_own_chunk_so_that_a_long_one_holds_up_no_short_one():
+    driver = late_driver()
+    driver.add("writer", [1, 2], max_tokens=30)
+    driver.step()
+    long = driver.add("long", [3] * 100)
+    driver.step()
+    short = driver.add("short", [4] * 5)
+    driver.step()
+    assert (long.num_computed_tokens, short.num_computed_tokens) == (20, 5)
+    driver.run()
+    driver.check_outputs()
+
+
+def test_chunks_of_a_late_prompt_shrink_with_its_context_and_always_move():
+    driver = late_driver(context_cost=0.1)
+    driver.add("writer", [1, 2], max_tokens=100)
+    driver.step()
+    late = driver.add("late", [3] * 150)
+    counts = prompt_tokens_per_step(driver, late)
+    assert counts[:4] == [10, 5, 4, 3]
+    assert counts[-2] == 1
+    assert min(counts) == 1
+    driver.run()
+    driver.check_outputs()
+
+
+def test_without_the_limit_a_late_prompt_takes_what_the_budget_leaves():
+    driver = late_driver(max_late_chunk_tokens=None)
+    driver.add("writer", [1, 2], max_tokens=8)
+    driver.step()
+    late = driver.add("late", [3] * 100)
+    assert prompt_tokens_per_step(driver, late) == [63, 37]
+
+
+def test_a_preempted_request_is_late_only_behind_those_who_wrote_before_it_came():
+    driver = Driver(num_blocks=9, block_size=4, max_num_batched_tokens=64, max_late_chunk_tokens=2)
+    first, second = (driver.add(name, [1, 2, 3], max_tokens=20) for name in "ab")
+    while not second.num_preemptions:
+        driver.step()
+    assert first.writing_since == second.writing_since == 2  # both had come
+    driver.run()
+    driver.check_outputs()

@@ -32,6 +32,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         depth=st.integers(1, 3),
         max_num_waiting=st.sampled_from([None, None, 3]),
+        max_late_chunk_tokens=st.sampled_from([None, 1, 4]),
+        context_cost=st.sampled_from([0.0, 0.2]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
     )
     def start(self, max_num_seqs, extra_budget, **options):
@@ -183,6 +185,8 @@ def test_random_traffic_returns_what_each_request_returns_alone(num_blocks, bloc
         max_num_batched_tokens=budget,
         max_model_len=60,
         policy=policy,
+        max_late_chunk_tokens=3 if block_size == 4 and budget > 9 else None,
+        context_cost=0.05,
     )
     soak(driver, random.Random(num_blocks * 100 + budget), SOAK_STEPS)
     assert driver.num_steps >= SOAK_STEPS

@@ -25,6 +25,9 @@ from qwen_engine.request import PositionLogprobs, Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager
 from qwen_engine.scheduling.scheduler import Scheduler
 
+ATTENTION_SPEED = 0.6
+"""Of prompts, beside the speed of matrix products: 434 of 722 TFLOP/s on an H200."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -234,4 +237,6 @@ class EngineCore:
             vocab_size=self.model_config.vocab_size,
             policy=config.scheduling_policy,
             max_num_waiting=config.max_num_waiting,
+            max_late_chunk_tokens=config.max_late_chunk_tokens,
+            context_cost=1 / (ATTENTION_SPEED * self.model_config.balanced_context_tokens),
         )

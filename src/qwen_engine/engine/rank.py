@@ -166,9 +166,7 @@ def graph_sizes(config: EngineConfig, model: ModelConfig, device: torch.device) 
     """
     if device.type != "cuda":
         return GraphSizes()
-    heads = model.num_heads + max(model.num_kv_heads, config.tensor_parallel_size)
-    layer_parameters = model.hidden_size * (2 * heads * model.head_dim + 3 * model.intermediate_size)
-    max_tokens = int(LAUNCH_BOUND_FLOP * config.tensor_parallel_size / (2 * layer_parameters))
+    max_tokens = int(LAUNCH_BOUND_FLOP * config.tensor_parallel_size / (2 * model.layer_parameters))
     mixed = mixed_sizes(min(max_tokens, config.max_num_batched_tokens))
     return GraphSizes(() if config.enforce_eager else decode_sizes(config.max_num_seqs), mixed)
 

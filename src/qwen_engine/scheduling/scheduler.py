@@ -9,6 +9,7 @@ Invariants:
   the worst running request is preempted first.
 - A running request holds blocks for every token it knows, so only a decode that enters a new block can run out.
 - The first running request is never preempted: alone, every admitted request fits in the pool.
+- A request that arrives while others write does not make them wait long: it is late, and gets small chunks.
 - A constrained request is not decoded ahead: the value of its last token decides what may come next.
 - `schedule` may run ahead of `apply` by any number of steps. Steps execute in order, so a block or slot given up here
   can be handed out at once: whatever still reads it was launched earlier.
@@ -49,6 +50,8 @@ class Scheduler:
     """Scheduler and owner of every live request.
 
     max_num_seqs: slots, so most requests that run at once. max_num_batched_tokens: budget of a step, ≥ max_num_seqs.
+    max_late_chunk_tokens: prompt tokens in a step of a request that is late; None: no limit. context_cost: what one
+    token of context adds to the time of a computed token, as a share of it; chunks with a long context are smaller.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Scheduler:
         vocab_size: int,
         policy: str = "fcfs",
         max_num_waiting: int | None = None,
+        max_late_chunk_tokens: int | None = None,
+        context_cost: float = 0.0,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -69,6 +74,8 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.policy = policy
         self.max_num_waiting = max_num_waiting
+        self.max_late_chunk_tokens = max_late_chunk_tokens
+        self.context_cost = context_cost
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []  # worst first: the next one to admit is popped from the end
         self.running: list[Request] = []  # best first: the next one to preempt is popped from the end
@@ -159,8 +166,10 @@ class Scheduler:
         launched = _LaunchedStep(self._num_steps)
         plan = StepPlan(step=self._num_steps, slots=[], num_tokens=[])
         budget = self._schedule_decodes(self.max_num_batched_tokens, plan, launched)
-        budget = self._schedule_chunks(budget, plan, launched)
-        budget = self._admit(budget, plan, launched)
+        if self.waiting or len(self.running) > len(plan.slots):
+            late_from = self._late_from(launched.requests)
+            budget = self._schedule_chunks(budget, late_from, plan, launched)
+            budget = self._admit(budget, late_from, plan, launched)
         if not plan.slots:
             return None
         launched.num_tokens = self.max_num_batched_tokens - budget
@@ -268,17 +277,30 @@ class Scheduler:
         plan.num_tokens.extend([1] * len(slots))
         return budget - len(slots)
 
-    def _schedule_chunks(self, budget: int, plan: StepPlan, launched: _LaunchedStep) -> int:
+    def _late_from(self, writers: Sequence[Request]) -> int | None:
+        """The first arrival that came when one of these requests, which decode in this step, had begun to write."""
+        if self.max_late_chunk_tokens is None:
+            return None
+        return min((request.writing_since for request in writers), default=None)
+
+    def _chunk_tokens(self, request: Request, budget: int, late_from: int | None) -> int:
+        """How many of its missing tokens a request gets."""
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        if late_from is None or request.arrival < late_from:
+            return num_tokens
+        limit = self.max_late_chunk_tokens / (1 + self.context_cost * request.num_computed_tokens)
+        return min(num_tokens, max(1, int(limit)))
+
+    def _schedule_chunks(self, budget: int, late_from: int | None, plan: StepPlan, launched: _LaunchedStep) -> int:
         """The next chunk of every running request that lacks more than one token, in order."""
         for request in self.running:
-            num_missing = request.num_tokens - request.num_computed_tokens
-            if num_missing > 1 and budget:
-                num_tokens = min(num_missing, budget)
+            if request.num_tokens - request.num_computed_tokens > 1 and budget:
+                num_tokens = self._chunk_tokens(request, budget, late_from)
                 budget -= num_tokens
                 self._add_chunk(request, num_tokens, plan, launched)
         return budget
 
-    def _admit(self, budget: int, plan: StepPlan, launched: _LaunchedStep) -> int:
+    def _admit(self, budget: int, late_from: int | None, plan: StepPlan, launched: _LaunchedStep) -> int:
         """Moves requests from the queue to running while budget, slots and blocks last; nobody passes its head.
 
         Blocks for all known tokens are taken at once, plus one left free for each running request, so that an admitted
@@ -308,7 +330,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             insort(self.running, request, key=self._order)
             plan.added.append(_slot_init(request))
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = self._chunk_tokens(request, budget, late_from)
             budget -= num_tokens
             self._add_chunk(request, num_tokens, plan, launched)
         return budget
@@ -322,6 +344,8 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, num_tokens: int, plan: StepPlan, launched: _LaunchedStep) -> None:
         end = request.num_computed_tokens + num_tokens
+        if end >= request.num_tokens - 1 and request.writing_since is None:
+            request.writing_since = self._num_arrivals
         if end == request.num_tokens:
             request.num_tokens += 1
             launched.requests.append(request)
