@@ -155,7 +155,7 @@ class EngineConfig:
     max_model_len: most tokens of prompt + output; None is what the checkpoint allows.
     max_num_seqs: most requests that run at once.
     max_num_batched_tokens: token budget of one step; at least max_num_seqs.
-    max_late_chunk_tokens: prompt tokens per step of a request that came while others wrote; None is no such limit.
+    max_late_chunk_tokens: prompt tokens per step of a request that came while others wrote, who wait for each step.
     block_size: tokens per KV block, a power of two ≥ 8.
     gpu_memory_utilization: share of the GPU's memory this engine may use, weights included.
     kv_cache_bytes: size of the KV pool; None takes what gpu_memory_utilization leaves (CPU: up to 4 GiB).
@@ -179,7 +179,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    max_late_chunk_tokens: int | None = 256
+    max_late_chunk_tokens: int = 256
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
@@ -204,15 +204,16 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in (
+            "tensor_parallel_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_late_chunk_tokens",
+            "block_size",
+        ):
             _at_least(name, getattr(self, name), 1)
         # One prompt token and one output token are the least there is.
-        for name, minimum in (
-            ("max_model_len", 2),
-            ("kv_cache_bytes", 1),
-            ("max_num_waiting", 1),
-            ("max_late_chunk_tokens", 1),
-        ):
+        for name, minimum in (("max_model_len", 2), ("kv_cache_bytes", 1), ("max_num_waiting", 1)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), minimum)
         for name in (
