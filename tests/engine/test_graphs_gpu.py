@@ -218,7 +218,7 @@ def test_a_capture_that_fails_names_its_size_and_the_way_out(make_tiny_model, mo
             self._token_ids.tolist()
 
     monkeypatch.setattr(DecodeStep, "_forward", synchronising)
-    with pytest.raises(QwenEngineError, match=r"CUDA graph of 13 rows failed .*enforce_eager=True"):
+    with pytest.raises(QwenEngineError, match=r"CUDA graph of 13 tokens failed .*enforce_eager=True"):
         engine(make_tiny_model(), skip_tokenizer_init=True)
     monkeypatch.undo()
     with engine(make_tiny_model(), skip_tokenizer_init=True) as llm:

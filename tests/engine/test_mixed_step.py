@@ -75,11 +75,13 @@ def test_large_models_are_launch_bound_up_to_fewer_tokens(model, num_ranks, larg
     }
     model_config = ModelConfig.from_dict({**fixed, **dict(zip(names, shapes[model]))})
     config = EngineConfig(model="unused", tensor_parallel_size=num_ranks)
-    assert graph_sizes(config, model_config, CUDA).mixed[-1] == largest
+    assert graph_sizes(config, model_config, 40960, CUDA).mixed[-1] == largest
     small = EngineConfig(model="unused", max_num_batched_tokens=300, enforce_eager=True)
-    assert graph_sizes(small, model_config, CUDA).mixed[-1] == 256
-    assert not graph_sizes(small, model_config, CUDA).decode
-    assert not graph_sizes(config, model_config, CPU).mixed
+    assert graph_sizes(small, model_config, 40960, CUDA).mixed[-1] == 320
+    few = EngineConfig(model="unused", max_num_seqs=2)
+    assert graph_sizes(few, model_config, 51, CUDA).mixed == (16, 32, 64, 128)  # 100 tokens at most
+    assert not graph_sizes(small, model_config, 40960, CUDA).decode
+    assert not graph_sizes(config, model_config, 40960, CPU).mixed
 
 
 def test_a_step_is_padded_to_the_next_size_and_the_largest_run_at_their_own(llm, mixed, monkeypatch):

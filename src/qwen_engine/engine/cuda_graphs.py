@@ -13,6 +13,7 @@ import gc
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,9 +44,10 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
-def mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens worth a graph, up to max_num_tokens."""
-    return tuple(size for size in _MIXED_SIZES if size <= max_num_tokens)
+def mixed_sizes(max_num_tokens: int, largest_step: int) -> tuple[int, ...]:
+    """Numbers of tokens up to max_num_tokens worth a graph, none beyond that which the largest step needs."""
+    needed = bisect_left(_MIXED_SIZES, largest_step) + 1
+    return tuple(size for size in _MIXED_SIZES[:needed] if size <= max_num_tokens)
 
 
 Calls = Mapping[str, Callable[[int], None]]
@@ -96,6 +98,7 @@ class CudaGraphs:
             for calls, sizes in parts:
                 for size in sorted(sizes, reverse=True):
                     self._capture_size(calls, size)
+        torch.cuda.empty_cache()  # what the calls took before they were captured
         logger.info(
             "captured %d graphs in %.1f s, %d MiB",
             len(self._graphs),
@@ -118,6 +121,7 @@ class CudaGraphs:
             for calls, sizes in parts:
                 for size, times in zip(sorted(sizes, reverse=True)[:2], (1, len(sizes) - 1)):
                     self._capture_size(calls, size)
+                    torch.cuda.empty_cache()
                     free, before = self._free_bytes(), free
                     total += max(0, before - free) * times
         self._graphs.clear()

@@ -98,7 +98,7 @@ class RankSetup:
             block_size=config.block_size,
             dtype=self.dtype,
             device=self.device,
-            graph_sizes=graph_sizes(config, model_config, self.device),
+            graph_sizes=graph_sizes(config, model_config, self.max_model_len, self.device),
             check_agreement=config.debug_checks and tp.size > 1,
         )
 
@@ -141,8 +141,8 @@ def try_peer_memory(peers: PeerMemory) -> None:
         expected += part
     results = []
     for site in range(NUM_SITES):
+        weight = torch.ones_like(parts[0][0])
         residual = torch.zeros_like(parts[0])
-        weight = torch.ones_like(residual[0])
         kernels.push_add_rms_norm(parts[peers.rank][None], residual, weight, 1e-6, peers, site)
         results.append(residual)
     done = torch.cuda.Event()
@@ -158,16 +158,18 @@ def try_peer_memory(peers: PeerMemory) -> None:
         raise RuntimeError("a sum through peer memory is wrong")
 
 
-def graph_sizes(config: EngineConfig, model: ModelConfig, device: torch.device) -> GraphSizes:
+def graph_sizes(config: EngineConfig, model: ModelConfig, max_model_len: int, device: torch.device) -> GraphSizes:
     """What steps are padded to and captured at.
 
-    Mixed steps up to where a layer's products take a GPU as long as its launches take the host. They are padded without
-    graphs too: a product of other sizes can differ in its last bit, and graphs change no token.
+    Mixed steps up to where a layer's products take a GPU as long as its launches take the host, or to the largest step
+    there can be. They are padded without graphs too: a product of other sizes can differ in its last bit, and graphs
+    change no token.
     """
     if device.type != "cuda":
         return GraphSizes()
     max_tokens = int(LAUNCH_BOUND_FLOP * config.tensor_parallel_size / (2 * model.layer_parameters))
-    mixed = mixed_sizes(min(max_tokens, config.max_num_batched_tokens))
+    largest_step = min(config.max_num_batched_tokens, config.max_num_seqs * (max_model_len - 1))
+    mixed = mixed_sizes(max_tokens, largest_step)
     return GraphSizes(() if config.enforce_eager else decode_sizes(config.max_num_seqs), mixed)
 
 
