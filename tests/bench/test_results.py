@@ -293,7 +293,7 @@ def test_every_committed_result_follows_the_schema():
         assert read_result(path)["status"] in ("completed", "failed", "interrupted")
 
 
-def test_a_copy_without_git_is_told_its_commit(tmp_path, monkeypatch):
+def test_a_copy_is_told_its_commit(tmp_path, monkeypatch):
     find = results.git_commit.__wrapped__
     monkeypatch.setattr(results.qwen_engine, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.delenv("QWEN_ENGINE_GIT_COMMIT", raising=False)

@@ -295,7 +295,10 @@ def command_line() -> str:
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit this package was loaded from. A copy without git tells it in QWEN_ENGINE_GIT_COMMIT; None: unknown."""
+    """The commit this package was loaded from: what QWEN_ENGINE_GIT_COMMIT says (in a copy of a checkout), else what git
+    says; None: unknown."""
+    if told := os.environ.get("QWEN_ENGINE_GIT_COMMIT"):
+        return told
     source = Path(qwen_engine.__file__)
 
     def git(*args: str) -> str:
@@ -307,7 +310,7 @@ def git_commit() -> str | None:
         dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
         return git("rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("QWEN_ENGINE_GIT_COMMIT") or None
+        return None
 
 
 def check_writable(folder: Path) -> None:
