@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,13 +80,10 @@ class Timings:
     client_cpu_s: float = 0.0
 
     def metrics(self) -> dict[str, float | None]:
-        """Statistics in ms, CPU times in microseconds an output token."""
+        """Statistics in ms."""
         found = {}
         for name in ("ttft", "tpot", "itl"):
             found |= statistics_of(name, getattr(self, f"{name}_s"))
-        for name, seconds in (("api", self.api_cpu_s), ("client", self.client_cpu_s)):
-            if seconds and self.num_output_tokens:
-                found[f"{name}_cpu_us_per_token"] = seconds / self.num_output_tokens * 1e6
         return found
 
 
@@ -234,20 +231,25 @@ def process_cpu_s(pid: int) -> float:
 
 
 def metrics_of(timings: dict[str, dict[int, Timings]]) -> dict[str, float | None]:
-    """<layer>_<streams>_<figure>, and <streams>_added_<figure>_ms with its share of the engine's own time."""
+    """streams<N>_<layer>_<figure>, and streams<N>_<figure>_ms_added with its share of the engine's own time."""
     metrics: dict[str, float | None] = {}
-    for layer in LAYERS:
-        for num_streams, found in timings[layer].items():
-            metrics |= {f"{layer}_{num_streams}_{name}": value for name, value in found.metrics().items()}
-    for num_streams in timings["server"]:
+    for layer, by_streams in timings.items():
+        for num_streams, found in by_streams.items():
+            metrics |= {f"streams{num_streams}_{layer}_{name}": value for name, value in found.metrics().items()}
+    for num_streams, found in timings["server"].items():
+        for name, seconds in (("api", found.api_cpu_s), ("client", found.client_cpu_s)):
+            per_token = seconds / found.num_output_tokens * 1e6 if found.num_output_tokens else None
+            metrics[f"streams{num_streams}_server_{name}_cpu_us_per_token"] = per_token
         for figure in FIGURES:
-            engine, server = (
-                metrics.get(f"{layer}_{num_streams}_median_{figure}_ms") for layer in ("engine", "server")
-            )
+            engine, server = (median_ms(metrics, num_streams, layer, figure) for layer in ("engine", "server"))
             if engine is not None and server is not None:
-                metrics[f"added_{num_streams}_{figure}_ms"] = server - engine
-                metrics[f"added_{num_streams}_{figure}_share"] = (server - engine) / engine
+                metrics[f"streams{num_streams}_{figure}_ms_added"] = server - engine
+                metrics[f"streams{num_streams}_{figure}_share_added"] = (server - engine) / engine
     return metrics
+
+
+def median_ms(metrics: Mapping[str, float | None], num_streams: int, layer: str, figure: str) -> float | None:
+    return metrics.get(f"streams{num_streams}_{layer}_median_{figure}_ms")
 
 
 def check_server(results: Sequence[ServeResult]) -> list[Check]:
@@ -263,12 +265,12 @@ def check_server(results: Sequence[ServeResult]) -> list[Check]:
     return [Check("streams complete", not wrong, detail), Check("streams fresh", fresh.passed, fresh.detail)]
 
 
-def table(metrics: dict[str, float | None], streams: Sequence[int]) -> str:
+def table(metrics: Mapping[str, float | None], streams: Sequence[int]) -> str:
     """Medians of each layer in ms, what each adds to the one before, and all that is added."""
     lines = [f"{'median, ms':28}{'engine':>10}{'+ text':>10}{'+ HTTP':>10}{'server':>10}{'added':>22}"]
     for num_streams in streams:
         for figure, title in FIGURES.items():
-            values = [metrics.get(f"{layer}_{num_streams}_median_{figure}_ms") for layer in LAYERS]
+            values = [median_ms(metrics, num_streams, layer, figure) for layer in LAYERS]
             name = f"{num_streams} stream{'s' if num_streams > 1 else ''}, {title}"
             if None in values:
                 lines.append(f"{name:28}  not measured")
@@ -278,7 +280,7 @@ def table(metrics: dict[str, float | None], streams: Sequence[int]) -> str:
             lines.append(
                 f"{name:28}{engine:10.3f}{offline - engine:+10.3f}{server - offline:+10.3f}{server:10.3f}{added:>22}"
             )
-        cpu = [metrics.get(f"server_{num_streams}_{name}_cpu_us_per_token") for name in ("api", "client")]
+        cpu = [metrics.get(f"streams{num_streams}_server_{name}_cpu_us_per_token") for name in ("api", "client")]
         if None not in cpu:
             lines.append(f"{'':28}CPU time per output token: API process {cpu[0]:.0f} us, client {cpu[1]:.0f} us")
     return "\n".join(lines)
@@ -305,7 +307,7 @@ def run(args: argparse.Namespace) -> int:
             requests=[*measured.rows, *sent],
             parameters={
                 **{name: getattr(args, name) for name in ("streams", "input_len", "output_len")},
-                "batches": {str(count): num_batches(args, count) for count in args.streams},
+                "num_batches": {str(count): num_batches(args, count) for count in args.streams},
                 "prompt_seed": seed,
             },
             notes=[shared_cores_note()],

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from qwen_engine import cli
 from qwen_engine.bench.results import read_result
 
 ROOT = Path(__file__).parents[2]
@@ -39,20 +40,25 @@ def test_every_layer_is_measured_under_every_load(server_cost, monkeypatch, tmp_
     metrics = result["metrics"]
     for num_streams in (1, 3):
         for figure in ("ttft", "tpot", "itl"):
-            names = [f"{layer}_{num_streams}_median_{figure}_ms" for layer in ("engine", "offline", "server")]
+            names = [f"streams{num_streams}_{layer}_median_{figure}_ms" for layer in ("engine", "offline", "server")]
             engine, offline, server = (metrics[name] for name in names)
             assert min(engine, offline, server) > 0
-            assert metrics[f"added_{num_streams}_{figure}_ms"] == pytest.approx(server - engine)
-            assert metrics[f"added_{num_streams}_{figure}_share"] == pytest.approx((server - engine) / engine)
+            assert metrics[f"streams{num_streams}_{figure}_ms_added"] == pytest.approx(server - engine)
+            assert metrics[f"streams{num_streams}_{figure}_share_added"] == pytest.approx((server - engine) / engine)
     # A warm-up, then two batches of one stream and one of three, in each of three ways.
     assert len(result["requests"]) == 3 * (3 * 1 + 2 * 3)
     assert all(row["output_tokens"] == 4 for row in result["requests"])
-    assert result["parameters"]["batches"] == {"1": 2, "3": 1}
+    assert result["parameters"]["num_batches"] == {"1": 2, "3": 1}
     assert result["engine_config"]["max_num_seqs"] == 8
     assert "torch uses" in result["notes"][0]
     out = capsys.readouterr().out
     for line in ("1 stream, first token", "3 streams, between outputs", "API process", str(path)):
         assert line in out
+    assert cli.main(["results", "report", "--results-dir", str(tmp_path)]) == 0
+    report = (tmp_path / "README.md").read_text()
+    assert "## server-cost: what text and HTTP add to the engine" in report
+    (row,) = (line for line in report.splitlines() if "3 × (12 + 4)" in line)
+    assert "–" not in row, "a figure is missing"
 
 
 def test_a_server_that_does_not_start_ends_it_in_one_line(server_cost, monkeypatch, tmp_path, capsys):
@@ -66,7 +72,9 @@ def test_a_server_that_does_not_start_ends_it_in_one_line(server_cost, monkeypat
 def test_what_each_layer_adds_is_shown_against_the_one_before(server_cost):
     figures = {"engine": 2.0, "offline": 2.5, "server": 4.0}
     metrics = {
-        f"{layer}_1_median_{name}_ms": value for layer, value in figures.items() for name in ("ttft", "tpot", "itl")
+        f"streams1_{layer}_median_{name}_ms": value
+        for layer, value in figures.items()
+        for name in ("ttft", "tpot", "itl")
     }
     first, *others = server_cost.table(metrics, [1]).splitlines()[1:]
     assert first.split()[-8:] == ["2.000", "+0.500", "+1.500", "4.000", "+2.000", "ms", "(+100.0", "%)"]
