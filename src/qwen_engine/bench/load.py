@@ -136,19 +136,24 @@ class _Recorder:
 def run_batch(
     llm: LLM,
     phase: str,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | str],
     output_tokens: Sequence[int],
     *,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     show_progress: bool | None = False,
 ) -> BatchRun:
-    """Completes token prompts greedily to exactly `output_tokens` each, end-of-sequence tokens ignored.
+    """Completes prompts greedily to exactly `output_tokens` each, end-of-sequence tokens ignored.
 
+    Token ids are answered with token ids; what is text is tokenized, within the measured time, and answered with text.
     Raises RequestError if one of them can never run. It ends early on Ctrl-C, when the engine fails, and when nothing
     comes out for `stall_timeout_s` or for more steps than computing every prompt four times would take.
     show_progress: None shows a bar on a terminal only.
     """
-    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in output_tokens]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=isinstance(prompt, str))
+        for prompt, count in zip(prompts, output_tokens)
+    ]
+    inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     run = BatchRun(phase)
     prefill_steps = -(-sum(map(len, prompts)) // llm.config.max_num_batched_tokens)
     disable = None if show_progress is None else not show_progress
@@ -157,7 +162,7 @@ def run_batch(
     recorder = _Recorder(run, stall_timeout_s=stall_timeout_s, max_silent_steps=_SPARE_STEPS + 4 * prefill_steps)
     with bar, ExitStack() as stack:
         try:
-            states, steps = llm.track([{"prompt_token_ids": prompt} for prompt in prompts], params)
+            states, steps = llm.track(inputs, params)
             stack.enter_context(closing(steps))
             for moved in steps:
                 if not recorder.take(moved):

@@ -201,6 +201,12 @@ _COLUMNS = {
         ("first token out, s", "first_output_s"),
     ),
     "serve": _SERVE_COLUMNS,
+    "server-cost": (
+        ("TTFT: engine / added, ms", ("engine_median_ttft_ms", "ttft_ms_added")),
+        ("TPOT: engine / added, ms", ("engine_median_tpot_ms", "tpot_ms_added")),
+        ("ITL: engine / added, ms", ("engine_median_itl_ms", "itl_ms_added")),
+        ("CPU of the API process, us a token", "server_api_cpu_us_per_token"),
+    ),
     "validate": (
         ("first token, s", "first_token_s"),
         ("Transformers, s", "transformers_{}first_token_s"),
@@ -221,6 +227,7 @@ _PURPOSES = {
     "latency": "one batch, repeated",
     "startup": "fresh processes until the model is ready",
     "serve": "load on a server over HTTP",
+    "server-cost": "what text and HTTP add to the engine",
     "lm-eval": "tasks of the lm-evaluation-harness",
 }
 
@@ -266,6 +273,9 @@ def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ]
     if "batches" in parameters:
         return [(f"{batch} × {parameters['prompt_len']}", f"batch{batch}_") for batch in parameters["batches"]]
+    if "streams" in parameters:
+        lengths = f"({parameters['input_len']} + {parameters['output_len']})"
+        return [(f"{count} × {lengths}", f"streams{count}_") for count in parameters["streams"]]
     if "request_rate" in parameters:
         return [(_serve_load(parameters), "")]
     count = parameters.get(

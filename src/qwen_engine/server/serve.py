@@ -34,6 +34,7 @@ from qwen_engine.server.engine_client import EngineClient
 from qwen_engine.server.http_protocol import LimitedHttp
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.service import Service, ServiceOptions
+from qwen_engine.server.tracing import RequestTracer
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,15 @@ def run(args: argparse.Namespace) -> int:
     log_format.configure(args.log_format)
     _check_options(args)
     config = EngineConfig.from_options({"model": args.model, **engine_options(args)})
-    with _listen(args.host, args.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with contextlib.ExitStack() as stack:
+        tracer = None
+        if args.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(args.otlp_traces_endpoint)
+            stack.callback(tracer.close)
+        listener = stack.enter_context(_listen(args.host, args.port))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         try:
-            return runner.run(_Server(args, config, listener).run())
+            return runner.run(_Server(args, config, listener, tracer).run())
         except EngineDeadError as error:
             logger.error("%s", error)
             return 1
@@ -84,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
 class _Server:
     """One run of the server: HTTP from the start, the engine as soon as it is loaded, and an orderly end."""
 
-    def __init__(self, args: argparse.Namespace, config: EngineConfig, listener: socket.socket) -> None:
+    def __init__(
+        self, args: argparse.Namespace, config: EngineConfig, listener: socket.socket, tracer: RequestTracer | None
+    ) -> None:
         self._args = args
         self._listener = listener
         folder = resolve_model(config.model, with_weights=config.load_format != "dummy")
@@ -115,6 +124,7 @@ class _Server:
             tokenizer=tokenizer,
             client=self._client,
             metrics=self._metrics,
+            tracer=tracer,
         )
         app = create_app(
             self._service,
@@ -323,4 +333,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--log-format", choices=log_format.FORMATS, default="text", help="of the log on stderr")
     group.add_argument("--metrics-prefix", default="qwen_engine", help="of metric names; vllm takes its place")
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="send a trace of each request there, as OTLP over HTTP (http://HOST:4318/v1/traces); needs the extra otel",
+    )  # fmt: skip
     add_engine_arguments(parser, without={"max_num_waiting"})  # --max-queued-requests does that, with a 503

@@ -21,12 +21,14 @@ from starlette.types import Receive, Scope, Send
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.errors import RequestError, shown
 from qwen_engine.frontend.input_processor import InputProcessor
+from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.request import RequestSpec
 from qwen_engine.server.engine_client import EngineClient, EngineStatus, Generation
 from qwen_engine.server.errors import ApiError, as_api_error, context_length_exceeded, unavailable
 from qwen_engine.server.json_response import json_response, to_json
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.protocol import GenerationBody
+from qwen_engine.server.tracing import RequestTracer, span_attributes
 from qwen_engine.tokenization.reasoning import ReasoningSplitter
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
@@ -65,11 +67,13 @@ class Service:
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.options = options
         self.tokenizer = tokenizer
         self.client = client
         self.metrics = metrics
+        self.tracer = tracer
         self.created = int(time.time())
         self.inputs = InputProcessor(config, model_config, tokenizer)
         self.draining = False
@@ -204,6 +208,7 @@ class Call:
         self.id = id_prefix + request_id
         self.ids = {request_id, self.id}
         self._path = request.url.path
+        self._headers = request.headers
         self._receive = request.receive
         self._service = service
         self._generation: Generation | None = None
@@ -238,14 +243,19 @@ class Call:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
-        states = []
+        states: Sequence[RequestState] = ()
         if self._generation is not None:
             self._generation.close()
             states = self._generation.states
             for state in states:
                 self._service.metrics.observe_request(state)
         self._service.leave(self)
-        request_logger.info("request", extra={"fields": self._log_fields(error)})
+        duration_s = time.monotonic() - self.arrival_time
+        error_code = None if error is None else as_api_error(error).code or type(error).__name__
+        request_logger.info("request", extra={"fields": self._log_fields(error_code, duration_s)})
+        if self._service.tracer is not None:
+            attributes = span_attributes(self.id, self.model, states)
+            self._service.tracer.record(attributes, headers=self._headers, duration_s=duration_s, error=error_code)
 
     def usage(self, *, num_output_tokens: int | None = None) -> dict[str, Any]:
         """Tokens so far, in OpenAI's form. num_output_tokens: to report instead of those generated."""
@@ -290,10 +300,10 @@ class Call:
             pass
         self.abort()
 
-    def _log_fields(self, error: BaseException | None) -> dict[str, Any]:
+    def _log_fields(self, error_code: str | None, duration_s: float) -> dict[str, Any]:
         fields: dict[str, Any] = {"request_id": self.id, "path": self._path, "model": self.model}
-        if error is not None:
-            fields["error"] = as_api_error(error).code or type(error).__name__
+        if error_code is not None:
+            fields["error"] = error_code
         if self._generation is not None:
             states = self._generation.states
             usage = self.usage()
@@ -308,7 +318,7 @@ class Call:
                 "decode_s": _span(first.first_token_s, max(ends, default=None)),
                 "finish_reason": ",".join(sorted({str(reason) for s in states for reason in s.finish_reasons})),
             }
-        return {**fields, "total_s": _rounded(time.monotonic() - self.arrival_time)}
+        return {**fields, "total_s": _rounded(duration_s)}
 
 
 class EventStream(Response):
