@@ -295,8 +295,7 @@ def command_line() -> str:
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit this package was loaded from: what QWEN_ENGINE_GIT_COMMIT says (in a copy of a checkout), else what git
-    says; None: unknown."""
+    """The commit this package was loaded from: what QWEN_ENGINE_GIT_COMMIT says, else what git says; None: unknown."""
     if told := os.environ.get("QWEN_ENGINE_GIT_COMMIT"):
         return told
     source = Path(qwen_engine.__file__)
