@@ -17,7 +17,7 @@ from tiny_models import random_prompt
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine import mixed_step
-from qwen_engine.engine.mixed_step import MAX_CHUNKS, MixedStep, _Shape
+from qwen_engine.engine.mixed_step import MAX_CHUNKS, MixedStep, _Rows, _Shape
 from qwen_engine.engine.rank import graph_sizes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -47,9 +47,9 @@ def sizes_run(mixed: MixedStep, monkeypatch) -> list[tuple[int, int]]:
     """(tokens, decoding rows) of the shapes that run from now on."""
     shapes, forward = [], mixed._forward
 
-    def record(shape, *args):
-        shapes.append((shape.num_tokens, shape.num_decodes))
-        return forward(shape, *args)
+    def record(batches):
+        shapes.extend((len(batch.token_slots), len(batch.decode_slots)) for batch in batches)
+        return forward(batches)
 
     monkeypatch.setattr(mixed, "_forward", record)
     return shapes
@@ -212,3 +212,42 @@ def test_inputs_are_packed_at_aligned_places_and_filled_up_with_padding(num_toke
         assert view[: len(given_values)].tolist() == given_values.tolist()
         rest = int(given_values[-1]) if name == "query_start" else -1
         assert (view[len(given_values) :] == rest).all()
+
+
+@st.composite
+def rows_of_a_step(draw):
+    """Slots, counts, starts and ends: some rows that decode, then chunks."""
+    counts = [1] * draw(st.integers(0, 5)) + draw(st.lists(st.integers(1, 30), max_size=6))
+    if sum(counts) < 2:
+        counts.append(2)
+    starts = np.array([draw(st.integers(0, 50)) for _ in counts])
+    counts = np.array(counts)
+    return np.arange(len(counts)) + 3, counts, starts, starts + counts
+
+
+@given(rows_of_a_step())
+def test_the_halves_of_a_step_are_its_tokens_in_order(rows):
+    counts = rows[1]
+    whole, halves = _Rows(*rows), _Rows(*rows).halves()
+    assert [half.shape.num_tokens for half in halves] == [counts.sum() // 2, counts.sum() - counts.sum() // 2]
+    for name in ("token_slots", "positions"):
+        assert np.concatenate([half.inputs[name] for half in halves]).tolist() == whole.inputs[name].tolist()
+    for half in halves:  # every token belongs to one row, which ends at its last token
+        inputs = half.inputs
+        bounds = [*range(half.shape.num_decodes), *inputs["query_start"]]
+        slots_of_rows = [*inputs["decode_slots"], *inputs["chunk_slots"]]
+        lengths = [*inputs["decode_seq_lens"], *inputs["chunk_seq_lens"]]
+        for slot, length, first, end in zip(slots_of_rows, lengths, bounds, bounds[1:]):
+            assert set(inputs["token_slots"][first:end]) == {slot}
+            assert inputs["positions"][first:end].tolist() == list(range(length - (end - first), length))
+
+
+def test_steps_in_halves_give_the_tokens_of_whole_ones(llm, mixed, monkeypatch):
+    prompts = [random_prompt(length, seed=length) for length in (90, 5, 33, 64, 50)]
+    expected = tokens(llm, prompts)
+    monkeypatch.setattr(mixed, "_is_overlapped", lambda shape: shape.num_tokens > 1)
+    monkeypatch.setattr(mixed, "sizes", ())
+    shapes = sizes_run(mixed, monkeypatch)
+    assert tokens(llm, prompts) == expected
+    assert len(shapes) % 2 == 0
+    assert len(shapes) >= 2

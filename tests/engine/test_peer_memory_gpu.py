@@ -47,7 +47,7 @@ def check_exact_sums(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for seed, shape in enumerate(SHAPES):
             parts, residual = inputs(shape, dtype, seed)
-            if not peers.fits(parts[0]):
+            if not peers.fits(parts[0], dtype):
                 continue
             weight = torch.randn(shape[1], device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(dtype)
             total = torch.zeros(shape, device="cuda")

@@ -10,6 +10,8 @@ from fault_tools import plant
 from tiny_models import random_prompt
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.engine import mixed_step
+from qwen_engine.engine.mixed_step import _Rows
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.errors import ConfigError, EngineDeadError
 
@@ -98,6 +100,17 @@ def test_filters_alone_are_seen_to_by_every_rank_for_itself(two_ranks, make_tiny
     monkeypatch.setattr(two_ranks.core._executor.runner.sampler, "choose", None)
     outputs = two_ranks.generate(PROMPTS, FILTERED, use_tqdm=False)
     assert [out.outputs[0].token_ids for out in outputs] == expected
+
+
+def test_steps_in_halves_whose_sums_overlap_give_the_tokens_of_one_rank(make_tiny_model, expected, monkeypatch):
+    monkeypatch.setenv("QWEN_ENGINE_OVERLAPPED_TOKENS", "8")  # for the other rank
+    monkeypatch.setattr(mixed_step, "MIN_OVERLAPPED_TOKENS", 8)
+    with engine(make_tiny_model(), tensor_parallel_size=2) as llm:
+        monkeypatch.setattr(_Rows, "halves", lambda rows, halves=_Rows.halves: seen.append(1) or halves(rows))
+        seen = []
+        outputs = run(llm, num_passes=1)
+    assert len(seen) > 5
+    assert outputs == expected[: len(outputs)]
 
 
 def test_every_feature_gives_the_tokens_of_one_rank_where_kv_heads_are_held_twice(make_tiny_model, expected):

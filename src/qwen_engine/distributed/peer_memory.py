@@ -107,9 +107,9 @@ class PeerMemory:
                 addresses.append(self._own if rank == self.rank else self._cudart.open(handle))
                 self.addresses = tuple(addresses)
 
-    def fits(self, x: torch.Tensor) -> bool:
-        """Whether `x` can be pushed: [rows, hidden], contiguous, a whole number of 32-bit words a row."""
-        return x.nbytes <= INBOX_BYTES and (x.shape[-1] * x.element_size()) % 4 == 0
+    def fits(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether the numbers of x [rows, hidden], in this dtype, can be pushed: whole 32-bit words a row."""
+        return x.numel() * dtype.itemsize <= INBOX_BYTES and x.shape[-1] * dtype.itemsize % 4 == 0
 
     def abort(self) -> None:
         """Ends the kernels that wait for a rank; what they and later ones compute is worthless."""

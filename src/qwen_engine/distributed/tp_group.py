@@ -7,6 +7,7 @@ rank does nothing and needs no torch.distributed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ LOOPBACK = "127.0.0.1"
 GLOO_CONNECT_TIMEOUT_S = 30.0
 """Short, because nothing can end a wait for a rank that dies while it connects: gloo tries five times as long."""
 _WAIT_SLICE = timedelta(milliseconds=50)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For collectives beside computation; urgent, or they would start behind all programs of a running product."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,19 @@ class TPGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over all ranks, in place."""
         return self._reduce(x, dist.ReduceOp.SUM)
+
+    def start_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
+        """`all_reduce` on a stream of its own, beside what the current one does next. What is returned lets the current
+        stream wait for it; `x` is kept until then. On a CPU it is done at once."""
+        if not x.is_cuda:
+            self.all_reduce(x)
+            return lambda: None
+        stream, current = _side_stream(x.device), torch.cuda.current_stream(x.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self.all_reduce(x)
+        done = stream.record_event()
+        return lambda: torch.cuda.current_stream(x.device).wait_event(done)
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
         """Maximum of `x` over all ranks, in place."""

@@ -123,7 +123,7 @@ class DecodeStep:
             max_chunk_len=0,
         )
         assert self.kv_cache is not None
-        hidden = self._model(tables.token_table, metadata, self.kv_cache)
+        hidden = self._model(tables.token_table, [metadata], self.kv_cache)
         self._model.lm_head.logits_shard(hidden, out=self._logits[:size])
 
     def _choose(self, choice: Choice, size: int) -> None:

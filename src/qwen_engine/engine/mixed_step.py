@@ -10,6 +10,7 @@ size, or with more chunks than the buffer has room for, a step runs eagerly at i
 from __future__ import annotations
 
 import functools
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from qwen_engine.models.qwen3 import Qwen3Model
 
 MAX_CHUNKS = 64
 """Of a padded step; as many rows as the smallest prefill kernel looks through."""
+MIN_OVERLAPPED_TOKENS = int(os.environ.get("QWEN_ENGINE_OVERLAPPED_TOKENS", "0"))
+"""Steps of so many tokens are computed in two halves by several ranks, each while they sum the other; 0: none are."""
 MAX_CHUNKS_ONLY = 256
 """Tokens up to which steps without decoding rows have graphs of their own."""
 _ALIGNMENT = 4  # each part of the inputs starts at a multiple of 16 bytes, or kernels would be compiled again
@@ -60,6 +63,17 @@ class _Shape:
             start += _aligned(length)
         return views
 
+    def metadata(
+        self, inputs: torch.Tensor, tables: SlotTables, max_query_len: int, max_chunk_len: int
+    ) -> AttentionMetadata:
+        return AttentionMetadata(
+            block_tables=tables.block_tables,
+            max_decode_len=tables.max_model_len,
+            max_query_len=max_query_len,
+            max_chunk_len=max_chunk_len,
+            **self.views(inputs),
+        )
+
     def packed(self, values: dict[str, np.ndarray]) -> np.ndarray:
         """The inputs [num_inputs], int32. A part that is given fewer values than it is long is filled up with padding:
         slot -1, and empty chunks behind the last."""
@@ -71,6 +85,49 @@ class _Shape:
                 packed[start + len(given) : start + length] = given[-1]
             start += _aligned(length)
         return packed
+
+
+class _Rows:
+    """The rows of a step, as `MixedStep.run` takes them."""
+
+    def __init__(self, slots: np.ndarray, counts: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        self._slots, self._counts, self._starts, self._ends = slots, counts, starts, ends
+        several = np.flatnonzero(counts > 1)
+        num_decodes = int(several[0]) if len(several) else len(slots)
+        self.shape = _Shape(int(counts.sum()), num_decodes, len(slots) - num_decodes)
+
+    @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """What `_Shape.packed` takes."""
+        slots, counts, num_decodes = self._slots, self._counts, self.shape.num_decodes
+        num_tokens, offsets = self.shape.num_tokens, np.cumsum(counts) - counts
+        return {
+            "token_slots": np.repeat(slots, counts),
+            "positions": np.arange(num_tokens) - np.repeat(offsets - self._starts, counts),
+            "decode_slots": slots[:num_decodes],
+            "decode_seq_lens": self._ends[:num_decodes],
+            "num_decodes": np.array([num_decodes]),
+            "chunk_slots": slots[num_decodes:],
+            "chunk_seq_lens": self._ends[num_decodes:],
+            "query_start": np.append(offsets[num_decodes:], num_tokens),
+        }
+
+    def metadata(self, tables: SlotTables) -> AttentionMetadata:
+        inputs, first = tables.to_device(self.shape.packed(self.inputs)), self.shape.num_decodes
+        longest = int(self._counts[first:].max(initial=0)), int(self._ends[first:].max(initial=0))
+        return self.shape.metadata(inputs, tables, *longest)
+
+    def halves(self) -> list[_Rows]:
+        """The first half of the tokens and the second; a row may be in both."""
+        before = np.cumsum(self._counts) - self._counts
+        first = np.clip(self.shape.num_tokens // 2 - before, 0, self._counts)
+        middles = self._starts + first
+        parts = ((first, self._starts, middles), (self._counts - first, middles, self._ends))
+        return [
+            _Rows(self._slots[used], counts[used], starts[used], ends[used])
+            for counts, starts, ends in parts
+            for used in [counts > 0]
+        ]
 
 
 class MixedStep:
@@ -87,7 +144,7 @@ class MixedStep:
         *,
         sizes: Sequence[int],
         max_num_seqs: int,
-        max_model_len: int,
+        tp_size: int,
         dtype: torch.dtype,
     ) -> None:
         self.sizes = tuple(sizes)
@@ -96,7 +153,7 @@ class MixedStep:
         self._model = model
         self._tables = tables
         self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
+        self._tp_size = tp_size
         largest = max(self.sizes, default=0)
         num_inputs = self._padded("mixed", largest).num_inputs
         self._inputs = torch.full((num_inputs,), -1, dtype=torch.int32, device=tables.device)
@@ -116,33 +173,19 @@ class MixedStep:
 
         Gives the hidden states of all tokens in order, perhaps in a buffer that the next step overwrites.
         """
-        several = np.flatnonzero(counts > 1)
-        num_tokens, num_decodes = int(counts.sum()), int(several[0]) if len(several) else len(slots)
-        exact = _Shape(num_tokens, num_decodes, len(slots) - num_decodes)
-        offsets = np.cumsum(counts) - counts
-        values = {
-            "token_slots": np.repeat(slots, counts),
-            "positions": np.arange(num_tokens) - np.repeat(offsets - starts, counts),
-            "decode_slots": slots[:num_decodes],
-            "decode_seq_lens": ends[:num_decodes],
-            "num_decodes": np.array([num_decodes]),
-            "chunk_slots": slots[num_decodes:],
-            "chunk_seq_lens": ends[num_decodes:],
-            "query_start": np.append(offsets[num_decodes:], num_tokens),
-        }
-        size = self._size(exact)
+        rows = _Rows(slots, counts, starts, ends)
+        size = self._size(rows.shape)
         if size is None:
-            inputs = self._tables.to_device(exact.packed(values))
-            longest = int(counts[num_decodes:].max(initial=0)), int(ends[num_decodes:].max(initial=0))
-            return self._forward(exact, inputs, *longest)
-        kind = "chunks" if not num_decodes and size <= MAX_CHUNKS_ONLY else "mixed"
-        padded = self._padded(kind, size).packed(values)
+            parts = rows.halves() if self._is_overlapped(rows.shape) else [rows]
+            return self._forward([part.metadata(self._tables) for part in parts])
+        kind = "chunks" if not rows.shape.num_decodes and size <= MAX_CHUNKS_ONLY else "mixed"
+        padded = self._padded(kind, size).packed(rows.inputs)
         self._inputs[: len(padded)].copy_(self._tables.to_device(padded), non_blocking=True)
         if self.graphs is None:
             self._forward_padded(kind, size)
         else:
             self.graphs.replay(kind, size)
-        return self._hidden[:num_tokens]
+        return self._hidden[: rows.shape.num_tokens]
 
     def clear(self) -> None:
         """Makes every token padding."""
@@ -156,20 +199,16 @@ class MixedStep:
     def _padded(self, kind: str, size: int) -> _Shape:
         return _Shape(size, min(size, self._max_num_seqs) if kind == "mixed" else 0, MAX_CHUNKS)
 
-    def _forward_padded(self, kind: str, size: int) -> None:
-        hidden = self._forward(self._padded(kind, size), self._inputs, size, self._max_model_len)
-        self._hidden[:size].copy_(hidden)
+    def _is_overlapped(self, exact: _Shape) -> bool:
+        return self._tp_size > 1 and 0 < MIN_OVERLAPPED_TOKENS <= exact.num_tokens
 
-    def _forward(self, shape: _Shape, inputs: torch.Tensor, max_query_len: int, max_chunk_len: int) -> torch.Tensor:
-        metadata = AttentionMetadata(
-            block_tables=self._tables.block_tables,
-            max_decode_len=self._max_model_len,
-            max_query_len=max_query_len,
-            max_chunk_len=max_chunk_len,
-            **shape.views(inputs),
-        )
+    def _forward_padded(self, kind: str, size: int) -> None:
+        metadata = self._padded(kind, size).metadata(self._inputs, self._tables, size, self._tables.max_model_len)
+        self._hidden[:size].copy_(self._forward([metadata]))
+
+    def _forward(self, batches: list[AttentionMetadata]) -> torch.Tensor:
         assert self.kv_cache is not None
-        return self._model(self._tables.token_table, metadata, self.kv_cache)
+        return self._model(self._tables.token_table, batches, self.kv_cache)
 
 
 def _aligned(length: int) -> int:

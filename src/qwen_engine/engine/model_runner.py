@@ -158,7 +158,7 @@ class ModelRunner:
             self.tables,
             sizes=graph_sizes.mixed,
             max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
+            tp_size=tp.size,
             dtype=dtype,
         )
         self.kv_cache: torch.Tensor | None = None

@@ -29,6 +29,7 @@ class SlotTables:
         self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device
     ) -> None:
         self.device = device
+        self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         sizes = [max_num_seqs * width for width in (max_model_len, max_blocks, 1)]
         self._buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)

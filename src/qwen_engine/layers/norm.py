@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -22,6 +25,18 @@ class RMSNorm(nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
+@dataclass(frozen=True, slots=True)
+class PendingSum:
+    """What `SummedRMSNorm.start` began: parts [parts, tokens, size] that `finish` adds to the residual, after `wait`.
+
+    is_summed: over the ranks; if not, `finish` does that too.
+    """
+
+    parts: torch.Tensor
+    is_summed: bool
+    wait: Callable[[], None] | None = None
+
+
 class SummedRMSNorm(RMSNorm):
     """The norm behind a row-parallel layer: sum over ranks, residual add and norm, in one launch where there is peer
     memory. Such launches take the inboxes in turn (see peer_memory), so neighbours in the model differ in `site`; with
@@ -38,11 +53,29 @@ class SummedRMSNorm(RMSNorm):
     def forward(self, parts: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Adds the `parts` [parts, tokens, size] of all ranks to `residual` [tokens, size] in place and returns the
         norm of that."""
+        return self.finish(self.start(parts), residual)
+
+    def start(self, parts: torch.Tensor, *, beside: bool = False) -> PendingSum:
+        """The first half of `forward`. With `beside`, NCCL sums on a stream of its own, beside what is launched until
+        `finish`."""
         peers = self._tp.peers
         if self._tp.size == 1:
-            return kernels.add_rms_norm(parts, residual, self.weight, self.eps)
-        if peers is None or self._site is None or not peers.fits(residual):
-            part = parts[0] if len(parts) == 1 else parts.sum(dim=0).to(residual.dtype)
-            return kernels.add_rms_norm(self._tp.all_reduce(part)[None], residual, self.weight, self.eps)
+            return PendingSum(parts, is_summed=True)
+        if peers is not None and self._site is not None and not beside and peers.fits(parts[0], self.weight.dtype):
+            return PendingSum(parts, is_summed=False)
+        part = parts[0] if len(parts) == 1 else parts.sum(dim=0).to(self.weight.dtype)
+        if beside:
+            return PendingSum(part[None], is_summed=True, wait=self._tp.start_all_reduce(part))
+        return PendingSum(self._tp.all_reduce(part)[None], is_summed=True)
+
+    def finish(self, pending: PendingSum, residual: torch.Tensor) -> torch.Tensor:
+        """The second half."""
+        if pending.wait is not None:
+            pending.wait()
+        if pending.is_summed:
+            return kernels.add_rms_norm(pending.parts, residual, self.weight, self.eps)
+        peers = self._tp.peers
+        assert peers is not None
+        assert self._site is not None
         self._tp.progress.enter_collective()
-        return kernels.push_add_rms_norm(parts, residual, self.weight, self.eps, peers, self._site)
+        return kernels.push_add_rms_norm(pending.parts, residual, self.weight, self.eps, peers, self._site)

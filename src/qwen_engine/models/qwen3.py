@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -15,6 +17,8 @@ from qwen_engine.layers.rotary import rotary_table
 
 
 class DecoderLayer(nn.Module):
+    """What a layer is made of; `Qwen3Model.forward` runs it."""
+
     def __init__(
         self, config: ModelConfig, *, tp: TPGroup, rotary: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -24,20 +28,6 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, tp=tp, rotary=rotary, dtype=dtype, device=device)
         self.post_attention_layernorm = SummedRMSNorm(size, eps, tp=tp, site=1, dtype=dtype, device=device)
         self.mlp = GatedMLP(size, config.intermediate_size, tp=tp, dtype=dtype, device=device)
-
-    def forward(
-        self,
-        parts: torch.Tensor,
-        residual: torch.Tensor,
-        metadata: AttentionMetadata,
-        kv_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns this rank's parts [parts, tokens, hidden] of what is still to be added to `residual`, [tokens,
-        hidden]; `parts` comes in the same way."""
-        hidden = self.input_layernorm(parts, residual)
-        parts = self.self_attn(hidden, metadata, kv_cache[0], kv_cache[1])
-        hidden = self.post_attention_layernorm(parts, residual)
-        return self.mlp(hidden)
 
 
 class Qwen3Model(nn.Module):
@@ -68,14 +58,30 @@ class Qwen3Model(nn.Module):
             else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device)
         )
 
-    def forward(self, token_table: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, token_table: torch.Tensor, batches: Sequence[AttentionMetadata], kv_cache: torch.Tensor
+    ) -> torch.Tensor:
         """The hidden states [tokens, hidden] of a step, behind the final norm: what `lm_head` makes logits of.
 
         token_table: int32 [max_num_seqs, max_model_len], the tokens of every slot.
+        batches: the step's tokens in order, in one part or in several that take turns layer by layer: while the ranks
+        sum what one has computed, the next computes. A later one may attend to tokens of an earlier one.
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
         """
-        parts = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)[None]
-        residual = torch.zeros_like(parts[0])
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0)):
-            parts = layer(parts, residual, metadata, layer_cache)
-        return self.norm(parts, residual)
+        beside = len(batches) > 1
+        residuals, sums = [], []
+        for metadata in batches:
+            parts = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)[None]
+            residuals.append(torch.zeros_like(parts[0]))
+            sums.append(self.layers[0].input_layernorm.start(parts, beside=beside))
+        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for layer, next_norm, (k_cache, v_cache) in zip(self.layers, next_norms, kv_cache.unbind(0)):
+            for index, metadata in enumerate(batches):
+                hidden = layer.input_layernorm.finish(sums[index], residuals[index])
+                parts = layer.self_attn(hidden, metadata, k_cache, v_cache)
+                sums[index] = layer.post_attention_layernorm.start(parts, beside=beside)
+            for index in range(len(batches)):
+                hidden = layer.post_attention_layernorm.finish(sums[index], residuals[index])
+                sums[index] = next_norm.start(layer.mlp(hidden), beside=beside)
+        outputs = [self.norm.finish(*pair) for pair in zip(sums, residuals)]
+        return torch.cat(outputs) if beside else outputs[0]
