@@ -111,6 +111,27 @@ def test_a_response_through_the_openai_package(client):
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
 
 
+def test_a_response_takes_sampling_parameters_that_openai_has_not(server):
+    """As vLLM does; load generators send `stop: null` and `ignore_eos` to all endpoints."""
+    body = {"input": "Hello", "max_output_tokens": 8, "temperature": 0, "stop": None, "ignore_eos": True}
+    plain = server.ask(RESPONSES, body).json
+    assert plain["usage"]["output_tokens"] == 8
+    forced = server.ask(RESPONSES, {**body, "allowed_token_ids": [65]}).json["output"][0]["content"][0]["text"]
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **GREEDY, "ignore_eos": True}
+    answer = server.ask(CHAT, {**chat, "allowed_token_ids": [65]}).json
+    assert forced == answer["choices"][0]["message"]["content"]
+    assert len(set(forced)) == 1
+    seeded = {**body, "temperature": 1, "top_k": 50, "min_p": 0.001, "seed": 5, "repetition_penalty": 1.1}
+    first, second = (server.ask(RESPONSES, seeded).json["output"] for _ in range(2))
+    assert first[0]["content"] == second[0]["content"]
+    text = plain["output"][0]["content"][0]["text"]
+    stopped = server.ask(RESPONSES, {**body, "stop": [text[2:4]]}).json
+    assert (stopped["status"], stopped["output"][0]["content"][0]["text"]) == (
+        "completed",
+        text[: text.index(text[2:4])],
+    )
+
+
 def test_errors_reach_the_openai_package_as_its_own_exceptions(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x " * 600, max_tokens=4)
@@ -336,6 +357,9 @@ def test_batches_and_samples_are_ordered(server):
         (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSES, {"input": "x", "max_output_tokens": 600}, "max_output_tokens"),
         (RESPONSES, {"input": "x", "temperature": 3}, "temperature"),
+        (RESPONSES, {"input": "x", "min_p": 3}, "min_p"),
+        (RESPONSES, {"input": "x", "stop": 3}, "stop"),
+        (RESPONSES, {"input": "x", "n": 2}, "n"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input[0].name"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),

@@ -32,12 +32,6 @@ MAX_PROMPTS = 2048
 MAX_TIMEOUT_S = 86400.0
 IGNORED = "Accepted and ignored."
 
-_SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "include_stop_str_in_output"),
-    *("ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs"),
-)
-
 
 def _check_size(content: object) -> object:
     if isinstance(content, dict) and len(content) > MAX_LOGIT_BIAS:
@@ -109,12 +103,9 @@ class StructuredOutputsBody(Body):
         return given
 
 
-class GenerationBody(Body):
-    """Fields that completions and chat completions share."""
+class SamplingBody(Body):
+    """Sampling parameters that everything which generates takes: those of `SamplingParams`, by their names."""
 
-    model: str | None = None
-    n: int | None = None
-    best_of: int | None = Field(None, description="Accepted only if equal to n.")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -132,6 +123,14 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+
+
+class GenerationBody(SamplingBody):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    n: int | None = None
+    best_of: int | None = Field(None, description="Accepted only if equal to n.")
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
@@ -220,7 +219,8 @@ class GenerationBody(Body):
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """`defaults`, what the body gives, and `more`, the later over the earlier. Raises RequestError."""
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        names = ("n", *SamplingBody.model_fields, "prompt_logprobs")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         structure = next(iter(self.constraints.values()), None)
         return SamplingParams(**{**defaults, **given, "structured_outputs": structure, **more})
 
@@ -431,15 +431,16 @@ class TextOptions(Body):
     verbosity: Any = Field(None, description=IGNORED)
 
 
-class ResponsesBody(Body):
-    """POST /v1/responses. Nothing is stored: a follow-up sends the whole conversation."""
+class ResponsesBody(SamplingBody):
+    """POST /v1/responses. Nothing is stored: a follow-up sends the whole conversation.
+
+    Sampling parameters that OpenAI's API has not are taken all the same, as vLLM takes them there.
+    """
 
     model: str | None = None
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -485,8 +486,6 @@ class ResponsesBody(Body):
             model=self.model,
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             stream=self.stream,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             tools=[Tool(**chat_tool(tool, f"tools[{index}]")) for index, tool in enumerate(self.tools or ())] or None,
@@ -496,6 +495,7 @@ class ResponsesBody(Body):
             timeout=self.timeout,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            **{name: getattr(self, name) for name in SamplingBody.model_fields},
         )
 
     def _messages(self) -> list[dict[str, Any]]:
