@@ -94,16 +94,17 @@ class Scorer:
         return self._llm.config.model.replace("/", "__")
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, split where the continuation begins in the tokens of the whole.
+        """Tokens of both, as the harness's own models take them: the context's, and what the whole has beyond as many.
 
-        Spaces at the end of the context belong to the continuation, because tokens begin with their space.
+        Spaces at the end of the context belong to the continuation, because tokens begin with their space. Where a
+        token reaches across the border (":" and a line end), the context keeps its own tokens.
         """
         if not context:
             return [self._prefix_token], self._llm.encode(continuation)
         head = context.rstrip()
         continuation = context[len(head) :] + continuation
         whole, before = self._llm.encode(head + continuation), self._llm.encode(head)
-        return whole[: len(before)] or [self._prefix_token], whole[len(before) :]
+        return before or [self._prefix_token], whole[len(before) :]
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
         """(prompt, how many of its last tokens are scored), without the beginning of a context that is too long."""

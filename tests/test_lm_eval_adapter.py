@@ -56,13 +56,16 @@ def reference_logprob(model: Any, token_ids: list[int], count: int) -> float:
 def test_continuations_are_scored_as_transformers_scores_them(scorer, llm: LLM, reference_model):
     model = reference_model(DEMO)
     pairs = [("Return the sample", " mean"), ("Return the sample", " zebra crossing"), ("", "Return"), ("a b ", "c")]
+    pairs.append(("class Thread:", "\n    pass"))  # ":" and the line end are one token of the whole
+    assert llm.encode("".join(pairs[-1]))[: len(llm.encode(pairs[-1][0]))] != llm.encode(pairs[-1][0])
     found = scorer.loglikelihood([request(*pair) for pair in pairs])
     (prefix,) = [scorer._prefix_token]
     for (context, continuation), (logprob, _) in zip(pairs, found):
         whole = llm.encode(context + continuation)
-        before = len(llm.encode(context.rstrip())) if context else 0
-        token_ids = whole if context else [prefix, *whole]
-        assert logprob == pytest.approx(reference_logprob(model, token_ids, len(whole) - before), abs=1e-3)
+        before = llm.encode(context.rstrip())
+        scored = whole[len(before) :]
+        expected = reference_logprob(model, [*(before or [prefix]), *scored], len(scored))
+        assert logprob == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_continuation_is_greedy_if_the_engine_would_write_it(scorer, llm: LLM):
