@@ -29,7 +29,9 @@ def parse_args() -> argparse.Namespace:
     ranks = int(os.environ.get("WORLD_SIZE", "2"))
     parser.add_argument("--tensor-parallel-size", type=int, default=ranks, help="ranks (default: 2, or torchrun's)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--load-format", default="auto", help="'dummy' fills random weights: no download, no sense")
+    parser.add_argument(
+        "--load-format", default="auto", help="'dummy' takes random weights: no download, and output without meaning"
+    )
     parser.add_argument("--max-model-len", type=int, help="most tokens of prompt + output")
     parser.add_argument("--prompt", action="append", help="text to complete; may be given several times")
     parser.add_argument("--max-tokens", type=int, default=128)

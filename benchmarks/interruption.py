@@ -10,6 +10,7 @@ larger --max-late-chunk-tokens makes the gaps longer and the wait shorter. Leave
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,23 +22,37 @@ from qwen_engine.bench.load import PromptSource
 from qwen_engine.bench.output import add_common_arguments, at_least
 from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
 from qwen_engine.engine_args import engine_options
+from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.frontend.output_processor import RequestState
 
 WARM_UP_TOKENS = 8
+PARAMETERS = ("num_writers", "context", "steps")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-writers", type=at_least(1), default=64)
     parser.add_argument("--context", type=at_least(1), default=1024, help="prompt tokens of each writer")
-    parser.add_argument("--prompt-tokens", type=at_least(2), default=32000, help="of the prompt that interrupts")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=at_least(2),
+        help="of the prompt that interrupts (default: 32000, less if it does not fit)",
+    )
     parser.add_argument("--steps", type=at_least(2), default=100, help="steps that are measured before it comes")
     add_common_arguments(parser)
     args = parser.parse_args()
     check_writable(args.results_dir)
     with LLM(args.model, skip_tokenizer_init=True, **engine_options(args)) as llm:
+        longest = llm.core.setup.max_model_len - 1
+        num_tokens = min(32000, longest) if args.prompt_tokens is None else args.prompt_tokens
+        needed = args.context + WARM_UP_TOKENS + args.steps + -(-num_tokens // llm.config.max_late_chunk_tokens) + 1
+        if max(needed, num_tokens) > longest:
+            raise ConfigError(
+                f"the prompt takes {num_tokens} tokens and each writer about {needed}; max_model_len is {longest + 1}: "
+                "lower --prompt-tokens, --context or --steps"
+            )
         source = PromptSource(llm.core.model_config.vocab_size, args.prompt_seed)
-        (prompt,) = source.draw("interruption", [args.prompt_tokens])
+        (prompt,) = source.draw("interruption", [num_tokens])
         writers = source.draw("writers", [args.context] * args.num_writers)
         before_s, gaps_s, first_token_s = interrupted(llm, writers, prompt, num_steps=args.steps)
         facts = engine_facts(llm)
@@ -52,7 +67,12 @@ def main() -> None:
     }
     for name, value in metrics.items():
         print(f"{name:24s}{value:10.3f}")
-    parameters = {name: getattr(args, name) for name in ("num_writers", "context", "prompt_tokens", "steps")}
+    print(
+        f"While {num_tokens} tokens arrived, {args.num_writers} writers waited {metrics['p99_itl_ms']:.1f} ms for a "
+        f"token (99th percentile), {metrics['p99_itl_to_step_ratio']:.1f} times as long as before; the first token of "
+        f"the new prompt took {first_token_s:.2f} s."
+    )
+    parameters = {"prompt_tokens": num_tokens, **{name: getattr(args, name) for name in PARAMETERS}}
     result = new_result("interruption", metrics=metrics, parameters=parameters, facts=facts)
     print(f"-> {write_result(result, args.results_dir)}")
 
@@ -89,4 +109,7 @@ def gaps_of(steps: Iterator[list[RequestState]], last: float, *, until: Callable
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except QwenEngineError as error:
+        sys.exit(f"error: {error}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from qwen_engine import LLM, SamplingParams, kernels
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.decode_step import DecodeStep
 from qwen_engine.engine.mixed_step import MixedStep
+from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.embedding import VocabParallelEmbedding
 
 OF_FUNCTION = {
@@ -244,6 +246,10 @@ def spans_from(profiler: profile) -> list[Span]:
         return spans_of(json.loads(path.read_text()))
 
 
+def _split_pair(pair: str) -> list[str]:
+    return pair.split("x") if pair else ["", ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="a folder with config.json, or 'demo'")
@@ -257,8 +263,13 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    batches = [int(size) for size in args.batch_sizes.split(",") if size]
-    prefills = [tuple(map(int, pair.split("x"))) for pair in args.prefill.split(",") if pair]
+    try:
+        batches = [int(size) for size in args.batch_sizes.split(",") if size]
+        prefills = [(int(rows), int(length)) for rows, length in map(_split_pair, args.prefill.split(",")) if rows]
+    except ValueError:
+        parser.error("--batch-sizes takes numbers as in 1,16 and --prefill pairs as in 1x128,8x1024")
+    if not batches and not prefills:
+        parser.error("nothing to profile: both --batch-sizes and --prefill are empty")
     num_rows = max([*batches, *(rows for rows, _ in prefills)])
     num_tokens = max([MAX_NUM_BATCHED_TOKENS, num_rows, *(rows * length for rows, length in prefills)])
     prefill_steps = -(-max(batches, default=0) * args.context // MAX_NUM_BATCHED_TOKENS)
@@ -303,4 +314,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except QwenEngineError as error:
+        sys.exit(f"error: {error}")

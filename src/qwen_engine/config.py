@@ -155,7 +155,7 @@ class EngineConfig:
     max_model_len: most tokens of prompt + output; None is what the checkpoint allows.
     max_num_seqs: most requests that run at once.
     max_num_batched_tokens: token budget of one step; at least max_num_seqs.
-    max_late_chunk_tokens: prompt tokens per step of a request that came while others wrote, who wait for each step.
+    max_late_chunk_tokens: most prompt tokens of a new request in a step, while earlier ones are generating.
     block_size: tokens per KV block, a power of two ≥ 8.
     gpu_memory_utilization: share of the GPU's memory this engine may use, weights included.
     kv_cache_bytes: size of the KV pool; None takes what gpu_memory_utilization leaves (CPU: up to 4 GiB).

@@ -158,7 +158,7 @@ def _standings(entries: Sequence[Entry]) -> list[str]:
         table = [list(standing.HEADINGS), ["---"] * len(standing.HEADINGS), *(row.cells() for row in rows)]
         parts += [f"### {setting}", "\n".join(map(_row, table))]
         last = results[-1]
-        commit = f", commit {last['git_commit'][:12]}" if last["git_commit"] else ""
+        commit = f", commit {_short(last['git_commit'])}" if last["git_commit"] else ""
         read, matmul = (number(last["metrics"].get(f"floor_{name}")) for name in ("read_tb_s", "tflop_s"))
         parts.append(
             f"Last measured {last['created'][:10]}{commit}; floors at {read} TB/s and {matmul} TFLOP/s a device."
@@ -330,7 +330,7 @@ def _runs(shown: Sequence[Entry]) -> str:
             _shape(entry),
             f"KV cache of {kv_tokens:,} tokens" if kv_tokens else None,
             f"GPU memory in use {' + '.join(gpus)}" if gpus else None,
-            f"commit {result['git_commit'][:12]}" if result["git_commit"] else None,
+            f"commit {_short(result['git_commit'])}" if result["git_commit"] else None,
             libraries,
         ]
         lines += [
@@ -370,3 +370,8 @@ def write_plots(entries: Sequence[Entry], folder: Path) -> list[tuple[str, str]]
         write_atomically(folder / file, content)
         drawn.append((file, caption))
     return drawn
+
+
+def _short(commit: str) -> str:
+    name, _, state = commit.partition("-")
+    return f"{name[:12]}-{state}" if state else name[:12]

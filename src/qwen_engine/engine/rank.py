@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class RankSetup:
         check: called now and then; what it raises ends the loading.
         """
         config, model_config = self.config, self.model_config
+        if self.device.type == "cpu" and config.tensor_parallel_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size))
         num_elements = sum(
             shard.length * _product(shard.shape) // shard.shape[shard.dim] for shard in sharding_table(model_config, tp)
         )

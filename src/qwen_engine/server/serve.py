@@ -183,7 +183,7 @@ class _Server:
         """Lets calls end by themselves for a while, then ends them with what they have."""
         service = self._service
         service.draining = True
-        logger.info("shutting down: %d requests in flight", service.num_calls)
+        logger.info("shutting down; requests in flight: %d", service.num_calls)
         if not await self._drained_within(self._args.shutdown_timeout):
             logger.warning("aborting %d requests", service.num_calls)
             self._client.abort_all()
@@ -284,7 +284,7 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}; --port 0 takes a free port") from error
     return listener
 
 
@@ -332,7 +332,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to answer 503 after the engine's last death before exiting with code 1 (default: 10)",
     )  # fmt: skip
     group.add_argument("--log-format", choices=log_format.FORMATS, default="text", help="of the log on stderr")
-    group.add_argument("--metrics-prefix", default="qwen_engine", help="of metric names; vllm takes its place")
+    group.add_argument(
+        "--metrics-prefix",
+        default="qwen_engine",
+        help="prefix of the names of metrics; 'vllm' gives them vLLM's names (default: %(default)s)",
+    )
     group.add_argument(
         "--otlp-traces-endpoint", metavar="URL",
         help="send a trace of each request there, as OTLP over HTTP (http://HOST:4318/v1/traces); needs the extra otel",
