@@ -126,9 +126,26 @@ def test_masks_lead_to_the_choices_and_nowhere_else(tiny, compiler, choices, rng
         matchers[0].accept(token_id)
         prefix += tiny.token_bytes(token_id)
     assert matchers[0].error is None
-    for choice, matcher in zip(choices, matchers[1:]):  # as the tokenizer writes it, each is within reach
-        accept_text(matcher, tiny, choice)
+    for choice, matcher in zip(choices, matchers[1:]):  # each is within reach, in tokens that the matcher may prescribe
+        rest = choice.encode()
+        while rest:
+            fitting = [id_ for id_ in allowed(matcher) - {eos} if rest.startswith(tiny.token_bytes(id_))]
+            assert fitting
+            token_id = max(fitting, key=lambda id_: len(tiny.token_bytes(id_)))
+            matcher.accept(token_id)
+            rest = rest[len(tiny.token_bytes(token_id)) :]
+        assert matcher.error is None
         assert matcher.is_complete
+
+
+def test_the_matcher_may_prescribe_the_tokens_of_a_text_without_alternative(tiny, compiler):
+    """As here, where the tokenizer itself would join two bytes that the matcher wants one by one."""
+    matcher, text = start(compiler, choice=["👍👍👍"]), b""
+    while not matcher.is_complete:
+        token_id = min(allowed(matcher) - {tiny.eos_token_id})
+        matcher.accept(token_id)
+        text += tiny.token_bytes(token_id)
+    assert text.decode() == "👍👍👍"
 
 
 PERSON = {
