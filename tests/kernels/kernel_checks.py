@@ -256,7 +256,9 @@ def check_attention(
     assert result is out
     assert out[:front].isnan().all()
     assert out[tokens - behind :].isnan().all()
-    assert not out[front : tokens - behind].isnan().any()
+    if live_rows:  # outputs of padding are arbitrary
+        seq_lens = seq_lens[: int(num_live)]
+    assert not out[front : starts[len(seq_lens)]].isnan().any()
     for row, length in enumerate(seq_lens):
         actual = out[starts[row] : starts[row + 1]]
         if length == 0:

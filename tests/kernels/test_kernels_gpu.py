@@ -99,8 +99,8 @@ def test_prefill_attention_leaves_queries_of_no_row_alone(dtype, strangers):
 
 
 @dtypes
-@pytest.mark.parametrize("seq_lens", [[7000, *[0] * 255], [1, 64, 0, 33], [0, 0], lengths(60, 4096) + [0] * 40])
-def test_rows_that_live_are_counted_on_the_device(dtype, seq_lens):
+@pytest.mark.parametrize("seq_lens", [[7000, *[0] * 255], [1, 64, 33, 0], [0, 0], lengths(60, 4096) + [0] * 40])
+def test_the_device_counts_the_live_rows_and_shares_out_the_programs(dtype, seq_lens):
     for heads in REAL_HEADS:
         checks.check_decode(gpu, "cuda", dtype, seq_lens, heads, 128, 16, max_seq_len=40960, live_rows=True)
 

@@ -11,7 +11,11 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from qwen_engine.kernels import gpu, reference  # noqa: E402
-from qwen_engine.kernels.gpu import filters, tiled_linear  # noqa: E402
+from qwen_engine.kernels.gpu import (  # noqa: E402
+    decode,
+    filters,
+    tiled_linear,
+)
 from qwen_engine.kernels.gpu.decode import choose_num_splits, splits_to_fill  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
@@ -173,16 +177,11 @@ def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
     checks.check_decode(gpu, "cpu", torch.float32, [1, 64, 0, 33], (4, 2), 64, 16, max_seq_len=max_seq_len)
 
 
-@pytest.mark.parametrize("seq_lens", [[700, 0, 0, 0], [1, 64, 0, 330], [0, 0]], ids=str)
-def test_rows_that_live_are_counted_on_the_device(seq_lens):
+@pytest.mark.parametrize("seq_lens", [[700, 0, 0, 0], [1, 64, 330, 0], [0, 0], [33, 40]], ids=str)
+@pytest.mark.parametrize("programs", [1, 7, 64, 4096])
+def test_the_device_counts_the_live_rows_and_shares_out_the_programs(seq_lens, programs, monkeypatch):
+    monkeypatch.setattr(decode, "_LIVE_PROGRAMS", programs)
     checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, max_seq_len=4096, live_rows=True)
-
-
-def test_a_grid_for_few_live_rows_has_room_for_a_lone_long_one():
-    assert choose_num_splits(1, 40960, 256 * 4, few_may_live=True) == 16  # as without: 16,384 programs
-    assert choose_num_splits(1, 8192, 256 * 4, few_may_live=True) == 4
-    assert choose_num_splits(8, 8192, 16 * 4, few_may_live=True) == 16
-    assert choose_num_splits(1, 100, 16 * 4, few_may_live=True) == 1
 
 
 @pytest.mark.parametrize("strangers", [(0, 9), (5, 0), (17, 40)], ids=str)

@@ -134,9 +134,9 @@ def decode_attention(
     """Attention of one query token per row over the paged cache; gives [rows, num_heads, head_dim].
 
     q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows], tokens to attend to with the new one
-    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. live_rows: int32 [1], how many
-    rows are no padding, where the host does not know when it launches. num_splits: at most how many programs share one
-    row and KV head; chosen from shape and bound when None. Both only decide how a GPU shares out the work.
+    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. live_rows: int32 [1], where
+    the host does not know when it launches how many rows, the first ones, are no padding; outputs of padding are then
+    arbitrary. num_splits: at most how many programs share one row and KV head; chosen from shape and bound when None.
     """
     return _backend(q).decode_attention(
         q,

@@ -104,7 +104,7 @@ class Attention(nn.Module):
                 out=out[:rows],
                 live_rows=metadata.num_decodes,
             )
-        if metadata.max_query_len:  # after the decoding rows, whose padding has cleared outputs of chunks
+        if metadata.max_query_len:  # after the decoding rows, whose padding may have overwritten outputs of chunks
             kernels.prefill_attention(
                 q,
                 k_cache,

@@ -4,7 +4,11 @@ Stage 1: one program per (row, KV head, split) walks its share of the row's page
 one dot, by online softmax, and leaves its softmax-weighted mean of V and the base-2 logarithm of its softmax
 denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are read on the device, which
 decides how many splits of the grid a row uses; the grid follows from the number of rows and the host's bound of the
-lengths alone, so that one captured call serves every length below the bound, and with `live_rows` every number of rows.
+lengths alone, so that one captured call serves every length below the bound.
+
+Programs without work come last: between the others they would leave some multiprocessors with twice the work of most.
+With `live_rows` the device also reads how many rows there are, and the programs of a fixed grid share out the splits of
+as many as that.
 """
 
 import torch
@@ -27,10 +31,10 @@ _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 # and tiles of 4 KB (a 16-token page of head size 128 in bf16) of K and of V.
 _TILE_BYTES = 4096
 _PROGRAMS_PER_SM = 4
-_MAX_SPLITS = 128
+_MAX_SPLITS = tl.constexpr(128)
 _MAX_PROGRAMS = 16384
-_MAX_SPARE_PROGRAMS = 4096  # grid of a call in which few rows may be live
-_SPARE_SPLIT_TOKENS = 512
+_LIVE_PROGRAMS = 4096  # splits of all KV heads of all rows, where the device reads how many live
+_COMBINED_AT_ONCE = tl.constexpr(16)
 _MIN_SPLIT_TOKENS = tl.constexpr(32)
 _MAX_SPLIT_TOKENS = tl.constexpr(2048)
 
@@ -45,11 +49,15 @@ def _tokens_per_split(seq_len, fill, num_splits, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _fill_of(fill, live_rows, LIVE: tl.constexpr):
-    """Splits per row that keep the device busy. With LIVE, `fill` is those that all live rows share."""
+def _shared_out(fill, num_splits, live_rows, num_kv_heads, LIVE: tl.constexpr):
+    """(splits per row that keep the device busy, room for splits per row, live rows). With LIVE the first two come as
+    what all KV heads of all live rows share; without, the number of rows is of no interest."""
+    num_live = 1
     if LIVE:
-        fill = tl.maximum(fill // tl.maximum(tl.load(live_rows), 1), 1)
-    return fill
+        num_live = tl.maximum(tl.load(live_rows), 1)
+        num_splits = tl.minimum(tl.maximum(num_splits // (num_live * num_kv_heads), 1), _MAX_SPLITS)
+        fill = tl.minimum(tl.maximum(fill // (num_live * num_kv_heads), 1), num_splits)
+    return fill, num_splits, num_live
 
 
 @triton.jit(do_not_specialize=["fill", "num_splits"])
@@ -74,6 +82,7 @@ def _split_kernel(
     cache_stride_head,
     fill,
     num_splits,
+    num_kv_heads,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -85,13 +94,17 @@ def _split_kernel(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
+    fill, num_splits, num_live = _shared_out(fill, num_splits, live_rows, num_kv_heads, LIVE)
+    if LIVE:
+        kv_head = tl.program_id(0) % num_kv_heads
+        row = tl.program_id(0) // num_kv_heads % num_live
+        split = tl.program_id(0) // num_kv_heads // num_live
+    else:
+        kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row.to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
-    seq_len = tl.where(slot < 0, 0, seq_len)
-    fill = _fill_of(fill, live_rows, LIVE)
+    seq_len = tl.where((slot < 0) | (split >= num_splits), 0, seq_len)
     wait_for_inputs(PDL)
     span = _tokens_per_split(seq_len, fill, num_splits, BLOCK_N)
     start = split * span
@@ -101,7 +114,7 @@ def _split_kernel(
     dims = tl.arange(0, HEAD_DIM)
     head = kv_head * GROUP + member
     in_group = member < GROUP
-    num_heads = tl.num_programs(1) * GROUP
+    num_heads = num_kv_heads * GROUP
     if ONE_SPLIT:
         target = out + row * out_stride_row + head[:, None] * out_stride_head + dims[None, :]
     else:
@@ -156,44 +169,55 @@ def _combine_kernel(
     out_stride_head,
     fill,
     num_splits,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    splits = tl.arange(0, SPLITS)
-    dims = tl.arange(0, HEAD_DIM)
-    partial = (row * tl.num_programs(0) + head) * num_splits + splits
-    seq_len = tl.where(tl.load(slots + row) < 0, 0, tl.load(seq_lens + row))
-    fill = _fill_of(fill, live_rows, LIVE)
+    num_heads = tl.num_programs(0)
+    fill, num_splits, num_live = _shared_out(fill, num_splits, live_rows, num_heads // GROUP, LIVE)
+    slot = tl.load(slots + row)
+    seq_len = tl.where(slot < 0, 0, tl.load(seq_lens + row))
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    # A split past the row's end left nothing; in a padding row all are, the sums are 0 and so is the result.
-    used = splits * _tokens_per_split(seq_len, fill, num_splits, BLOCK_N) < seq_len
-    lse = tl.load(partial_lse + partial, mask=used, other=float("-inf"))
-    weights = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
-    means = tl.load(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-    total = tl.sum(weights, 0)
-    result = tl.sum(means * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * out_stride_row + head * out_stride_head + dims, result.to(out.dtype.element_ty))
+    if LIVE:  # noqa: SIM102 (known when compiled, the other is not)
+        if row >= num_live:
+            return
+    dims = tl.arange(0, HEAD_DIM)
+    target = out + row * out_stride_row + head * out_stride_head + dims
+    # A split past the row's end left nothing; in a padding row all are.
+    span = _tokens_per_split(seq_len, fill, num_splits, BLOCK_N)
+    used = tl.cdiv(seq_len, tl.maximum(span, 1))
+    partial = (row * num_heads + head) * num_splits
+    splits = tl.arange(0, _MAX_SPLITS)
+    peak = tl.max(tl.load(partial_lse + partial + splits, mask=splits < used, other=float("-inf")), 0)
+    total = 0.0
+    result = tl.zeros([HEAD_DIM], tl.float32)
+    for first in range(0, used, _COMBINED_AT_ONCE):
+        split = first + tl.arange(0, _COMBINED_AT_ONCE)
+        live = split < used
+        weights = tl.exp2(tl.load(partial_lse + partial + split, mask=live, other=float("-inf")) - peak)
+        offsets = (partial + split)[:, None] * HEAD_DIM + dims[None, :]
+        means = tl.load(partial_out + offsets, mask=live[:, None], other=0.0)
+        total += tl.sum(weights, 0)
+        result += tl.sum(means * weights[:, None], 0)
+    result = result / tl.where(total > 0, total, 1.0)
+    tl.store(target, result.to(out.dtype.element_ty))
 
 
 def splits_to_fill(rows: int, num_kv_heads: int, sms: int) -> int:
     """Splits per row and KV head that keep the device busy."""
-    return max(1, min(round(_PROGRAMS_PER_SM * sms / max(rows * num_kv_heads, 1)), _MAX_SPLITS))
+    return max(1, min(round(_PROGRAMS_PER_SM * sms / max(rows * num_kv_heads, 1)), _MAX_SPLITS.value))
 
 
-def choose_num_splits(fill: int, max_seq_len: int, items: int, *, few_may_live: bool = False) -> int:
+def choose_num_splits(fill: int, max_seq_len: int, items: int) -> int:
     """Splits of the grid, for `items` = rows times KV heads: as many as fill the device, and enough that a row of
     max_seq_len tokens does not outlast the others by much, as long as programs without work cost little."""
-    items = max(items, 1)
-    wanted = max(fill, min(triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value), _MAX_PROGRAMS // items))
-    if few_may_live:
-        wanted = max(wanted, min(triton.cdiv(max_seq_len, _SPARE_SPLIT_TOKENS), _MAX_SPARE_PROGRAMS // items))
-    return max(1, min(wanted, triton.cdiv(max_seq_len, _MIN_SPLIT_TOKENS.value), _MAX_SPLITS))
+    wanted = max(fill, min(triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value), _MAX_PROGRAMS // max(items, 1)))
+    return max(1, min(wanted, triton.cdiv(max_seq_len, _MIN_SPLIT_TOKENS.value), _MAX_SPLITS.value))
 
 
 def decode_attention(
@@ -217,15 +241,19 @@ def decode_attention(
     row_bytes = head_dim * q.element_size()
     block_n = max(_MIN_DOT_ROWS, _TILE_BYTES // row_bytes)
     is_live = live_rows is not None
-    fill = splits_to_fill(rows, num_kv_heads, num_sms(q.device)) if num_splits is None else num_splits
-    if num_splits is None:
-        num_splits = choose_num_splits(fill, max_seq_len, rows * num_kv_heads, few_may_live=is_live)
     if is_live:
-        fill = splits_to_fill(1, num_kv_heads, num_sms(q.device))
-    partial_shape = (rows, num_heads, num_splits if num_splits > 1 else 0)
-    partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
-    _split_kernel[(num_splits, num_kv_heads, rows)](
+        num_splits = max(_LIVE_PROGRAMS, rows * num_kv_heads)
+        fill = _PROGRAMS_PER_SM * num_sms(q.device)
+        grid, num_partials = (num_splits,), num_splits * group
+    else:
+        fill = splits_to_fill(rows, num_kv_heads, num_sms(q.device)) if num_splits is None else num_splits
+        if num_splits is None:
+            num_splits = choose_num_splits(fill, max_seq_len, rows * num_kv_heads)
+        grid = (num_kv_heads, rows, num_splits)
+        num_partials = rows * num_heads * num_splits if num_splits > 1 else 0
+    partial_out = torch.empty(num_partials, head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
+    _split_kernel[grid](
         q,
         k_cache,
         v_cache,
@@ -246,6 +274,7 @@ def decode_attention(
         k_cache.stride(1),
         fill,
         num_splits,
+        num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -271,8 +300,8 @@ def decode_attention(
             out.stride(1),
             fill,
             num_splits,
+            GROUP=group,
             HEAD_DIM=head_dim,
-            SPLITS=triton.next_power_of_2(num_splits),
             BLOCK_N=block_n,
             LIVE=is_live,
             num_warps=4,
