@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from qwen_engine.kernels.gpu import push_reduce
 
-kernel = push_reduce._push_add_rms_norm_kernel
+kernel = push_reduce._push_add_rms_norm_kernel.function
 names = kernel.arg_names
 codes = []
 for size, block, dtype, parts in (

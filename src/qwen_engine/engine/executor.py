@@ -103,13 +103,17 @@ class Executor:
         """Seconds of each part of the start, in order."""
         self._tp = TPGroup()
         try:
-            if setup.config.tensor_parallel_size == 1:
-                with self._phase("load"):
-                    self.runner = setup.load_runner(self._tp)
-                with self._phase("profile"):
-                    self.num_kv_blocks = setup.num_kv_blocks(self.runner)
-            else:
-                self._start_ranks()
+            if setup.config.tensor_parallel_size > 1:
+                with self._phase("ranks"):
+                    self._start_ranks()
+            with self._phase("load"):
+                check = None if self._workers is None else self._workers.check
+                self.runner = setup.load_runner(self._tp, check)
+            with self._phase("compile"):
+                compile_kernels = functools.partial(setup.compile_kernels, self.runner)
+                self._watched(compile_kernels, LOAD_TIMEOUT_S, "compiling the kernels")
+            with self._phase("profile"):
+                self.num_kv_blocks = self._fewest_kv_blocks()
             with self._phase("KV cache"):
                 self.runner.allocate_kv_cache(self.num_kv_blocks)
             with self._phase("graphs"):
@@ -205,35 +209,36 @@ class Executor:
             torch.cuda.empty_cache()
 
     def _start_ranks(self) -> None:
-        setup, ranks = self._setup, TorchrunRank.current()
-        size = setup.config.tensor_parallel_size
-        with self._phase("ranks"):
-            host = self._meet_ranks(ranks)
-            connect = functools.partial(
-                connect_ranks,
-                self._store,
-                rank=0,
-                size=size,
-                device=setup.device,
-                timeout_s=2 * setup.config.step_timeout_s,  # the watch over the step comes first
-                progress=self._workers.progress,
-                check=self._workers.check,
-                host=host,
-            )
-            self._tp = self._watched(connect, CONNECT_TIMEOUT_S, "connecting all ranks")
-            share = functools.partial(setup.with_peer_memory, self._tp, self._store)
-            self._tp = self._watched(share, CONNECT_TIMEOUT_S, "opening the GPUs' memory to one another")
-            if self._tp.peers is not None:
-                self._workers.on_failure = self._tp.peers.abort
-        with self._phase("load"):
-            self.runner = setup.load_runner(self._tp, self._workers.check)
-        with self._phase("profile"):
-            measure = functools.partial(setup.num_kv_blocks, self.runner)
-            blocks = self._watched(measure, LOAD_TIMEOUT_S, "measuring the memory")
+        """Starts the other ranks, or finds them, and joins them to a group."""
+        setup = self._setup
+        host = self._meet_ranks(TorchrunRank.current())
+        connect = functools.partial(
+            connect_ranks,
+            self._store,
+            rank=0,
+            size=setup.config.tensor_parallel_size,
+            device=setup.device,
+            timeout_s=2 * setup.config.step_timeout_s,  # the watch over the step comes first
+            progress=self._workers.progress,
+            check=self._workers.check,
+            host=host,
+        )
+        self._tp = self._watched(connect, CONNECT_TIMEOUT_S, "connecting all ranks")
+        share = functools.partial(setup.with_peer_memory, self._tp, self._store)
+        self._tp = self._watched(share, CONNECT_TIMEOUT_S, "opening the GPUs' memory to one another")
+        if self._tp.peers is not None:
+            self._workers.on_failure = self._tp.peers.abort
+
+    def _fewest_kv_blocks(self) -> int:
+        """What the rank with the least memory has room for."""
+        measure = functools.partial(self._setup.num_kv_blocks, self.runner)
+        blocks = self._watched(measure, LOAD_TIMEOUT_S, "measuring the memory")
+        if self._workers is not None:
             self._wait_for_keys("kv_blocks", LOAD_TIMEOUT_S)
-            others = [int(self._store.get(f"kv_blocks/{rank}")) for rank in range(1, size)]
-            self.num_kv_blocks = min(blocks, *others)
-            self._store.set("num_kv_blocks", str(self.num_kv_blocks))
+            ranks = range(1, self._setup.config.tensor_parallel_size)
+            blocks = min(blocks, *(int(self._store.get(f"kv_blocks/{rank}")) for rank in ranks))
+            self._store.set("num_kv_blocks", str(blocks))
+        return blocks
 
     def _meet_ranks(self, ranks: TorchrunRank | None) -> str:
         """Starts the workers, or finds torchrun's, and opens the channel to them: this host's address for both."""

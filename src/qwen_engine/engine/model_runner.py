@@ -9,14 +9,15 @@ host later, through `StepResult`. Steps run in the order they are given.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from qwen_engine import kernels
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.cuda_graphs import CudaGraphs, GraphSizes, Part
@@ -177,12 +178,44 @@ class ModelRunner:
         )
         self._set_kv_cache(torch.empty(shape, dtype=self.dtype, device=self.device))
 
-    def profile(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Bytes that steps take beyond what is allocated now (CUDA only). Uses a pool of one block.
+    @torch.inference_mode()
+    def compile_kernels(self, max_num_batched_tokens: int) -> None:
+        """Compiles what steps launch, which the first of them would else do kernel by kernel (CUDA only)."""
+        with self._on_device(), self._one_block(), self.model.shortened():
+            kernels.compile_launched(lambda: self._launch_all(max_num_batched_tokens), self.device)
+
+    def profile(self, max_num_batched_tokens: int) -> int:
+        """Bytes that steps take beyond what is allocated now (CUDA only).
 
         The peak of the largest eager step, plus the graphs, which keep memory of their own (`CudaGraphs.measure`).
         """
+        with self._one_block():
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            with self.model.shortened():
+                self.execute(self._largest_step(max_num_batched_tokens))
+            torch.cuda.synchronize(self.device)
+            activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
+            return activation_bytes + self._graph_bytes()
+
+    @contextmanager
+    def _one_block(self) -> Iterator[None]:
+        """A KV cache of one block, for steps whose results nobody wants; the slots are empty again afterwards."""
         self.allocate_kv_cache(num_blocks=1)
+        yield
+        self.tables.known_tokens[:] = 0
+        self._set_kv_cache(None)
+
+    def _launch_all(self, max_num_batched_tokens: int) -> None:
+        self._execute(self._largest_step(max_num_batched_tokens), None)
+        for calls, sizes in self._parts_to_capture():
+            for size in sizes:
+                for call in calls.values():
+                    call(size)
+
+    def _largest_step(self, max_num_batched_tokens: int) -> StepPlan:
+        """As many requests and tokens as a step can have, and all that sampling may have to do, eagerly."""
+        max_num_seqs = len(self.tables.known_tokens)
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         length = min(max_num_batched_tokens // num_seqs, self.max_model_len - 1)
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
@@ -201,16 +234,7 @@ class ModelRunner:
             for slot in range(num_seqs)
         ]
         slots = list(range(num_seqs))
-        plan = StepPlan(step=0, slots=slots, num_tokens=[length] * num_seqs, added=added)
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.execute(plan)
-        torch.cuda.synchronize(self.device)
-        activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
-        self.tables.known_tokens[slots] = 0  # the slots are empty again
-        graph_bytes = self._graph_bytes()
-        self._set_kv_cache(None)
-        return activation_bytes + graph_bytes
+        return StepPlan(step=0, slots=slots, num_tokens=[length] * num_seqs, added=added)
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -218,7 +242,7 @@ class ModelRunner:
         if not self._captures:
             return
         with self._on_device():
-            graphs = CudaGraphs(self.device)
+            graphs = CudaGraphs(self.device, self.model.shortened)
             graphs.capture(*self._parts_to_capture())
             self.decode.graphs = self.mixed.graphs = graphs
 
@@ -352,7 +376,7 @@ class ModelRunner:
         if not self._captures:
             return 0
         with self._on_device():
-            return CudaGraphs(self.device).measure(*self._parts_to_capture())
+            return CudaGraphs(self.device, self.model.shortened).measure(*self._parts_to_capture())
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,11 @@ class RankSetup:
             check_agreement=config.debug_checks and tp.size > 1,
         )
 
+    def compile_kernels(self, runner: ModelRunner) -> None:
+        """What a CPU runs needs no compiling. All ranks call it at once."""
+        if self.device.type == "cuda":
+            runner.compile_kernels(self.config.max_num_batched_tokens)
+
     def num_kv_blocks(self, runner: ModelRunner) -> int:
         """KV blocks this rank has room for. Raises ConfigError if there is none."""
         config = self.config
@@ -113,9 +118,7 @@ class RankSetup:
         )
         kv_bytes = config.kv_cache_bytes
         if kv_bytes is None and self.device.type == "cuda":
-            step_bytes = runner.profile(
-                max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-            )
+            step_bytes = runner.profile(config.max_num_batched_tokens)
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             kv_bytes = memory.gpu_kv_bytes(

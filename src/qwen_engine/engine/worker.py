@@ -64,6 +64,7 @@ def serve(setup: RankSetup, store: dist.Store, link: StatusLink, *, rank: int, h
     )
     tp = setup.with_peer_memory(tp, store)
     runner = setup.load_runner(tp)
+    setup.compile_kernels(runner)
     store.set(f"kv_blocks/{rank}", str(setup.num_kv_blocks(runner)))
     subscriber = channel.connect(store.get("channel").decode(), index=rank - 1)
     runner.allocate_kv_cache(int(store.get("num_kv_blocks")))

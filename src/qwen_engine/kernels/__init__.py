@@ -17,6 +17,7 @@ Conventions shared by all of them:
 - Arithmetic is fp32 inside, rounded once to the output's dtype (bf16, fp16 or fp32).
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -31,6 +32,16 @@ def _backend(tensor: torch.Tensor) -> ModuleType:
 
         return gpu
     return reference
+
+
+def compile_launched(steps: Callable[[], object], device: torch.device) -> None:
+    """Compile what `steps` would launch on a CUDA device, many kernels at once, and launch none of it.
+
+    Every other operation of `steps` runs, on zeros where a kernel would have written.
+    """
+    from qwen_engine.kernels import gpu
+
+    gpu.compile_launched(steps, device)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

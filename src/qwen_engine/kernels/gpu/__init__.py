@@ -9,6 +9,7 @@ from qwen_engine.kernels.gpu.bookkeeping import advance, advance_to_best, decode
 from qwen_engine.kernels.gpu.decode import decode_attention
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
 from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
+from qwen_engine.kernels.gpu.launching import compile_launched
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import prefill_attention
 from qwen_engine.kernels.gpu.push_reduce import push_add_rms_norm
@@ -20,6 +21,7 @@ __all__ = [
     "add_rms_norm",
     "advance",
     "advance_to_best",
+    "compile_launched",
     "decode_attention",
     "decode_inputs",
     "embed_tokens",

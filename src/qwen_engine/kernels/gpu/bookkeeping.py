@@ -4,10 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.launching import Kernel
+
 _ROWS = 256
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["rows"])
 def _decode_inputs_kernel(slots, num_tokens, positions, seq_lens, rows, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -17,7 +20,8 @@ def _decode_inputs_kernel(slots, num_tokens, positions, seq_lens, rows, ROWS: tl
     tl.store(seq_lens + row, length, mask=inside)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["rows"])
 def _advance_kernel(
     tokens, slots, token_table, num_tokens, token_ids, rows, table_stride, KEYS: tl.constexpr, ROWS: tl.constexpr
 ):

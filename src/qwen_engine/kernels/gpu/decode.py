@@ -25,6 +25,7 @@ from qwen_engine.kernels.gpu.common import (
     pdl_options,
     wait_for_inputs,
 )
+from qwen_engine.kernels.gpu.launching import Kernel
 
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 # Many small programs keep more loads in flight than few large ones and even out rows of different lengths: one warp
@@ -60,6 +61,7 @@ def _shared_out(fill, num_splits, live_rows, num_kv_heads, LIVE: tl.constexpr):
     return fill, num_splits, num_live
 
 
+@Kernel
 @triton.jit(do_not_specialize=["fill", "num_splits"])
 def _split_kernel(
     q,
@@ -157,6 +159,7 @@ def _split_kernel(
         tl.store(partial_lse + partial, peak + tl.log2(total), mask=in_group)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["fill", "num_splits"])
 def _combine_kernel(
     partial_out,

@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 
 from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.launching import Kernel
 
 
+@Kernel
 @triton.jit
 def _silu_mul_kernel(gate_up, out, row_stride, inter, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
@@ -31,6 +33,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@Kernel
 @triton.jit
 def _embed_kernel(
     token_table, slots, positions, weight, out, table_stride, vocab_start, vocab_rows, hidden, BLOCK: tl.constexpr

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.launching import Kernel
 from qwen_engine.request import GREEDY_TEMPERATURE
 
 _PENALTY_CHUNK = 2048
@@ -39,6 +40,7 @@ _PARAMETERS = ["temperature", "top_k", "top_p", "min_p"]  # rows of tables, alig
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
+@Kernel
 @triton.jit
 def _penalise_kernel(
     logits,
@@ -211,6 +213,7 @@ def _pick(values, lane, index):
     return tl.sum(tl.where(lane == index, values, 0), 0)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _survey_kernel(
     logits,
@@ -234,6 +237,7 @@ def _survey_kernel(
         tl.store(maxima + (row * tl.num_programs(1) + chunk) * GROUPS + tl.arange(0, GROUPS), largest)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _propose_kernel(
     temperature,
@@ -289,6 +293,7 @@ def _propose_kernel(
     tl.store(state + _SIZE, _UNKNOWN)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _measure_kernel(
     logits,
@@ -329,6 +334,7 @@ def _measure_kernel(
         tl.store(masses + cell + lane, tl.zeros([BOUNDS], tl.float32))
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _narrow_kernel(
     top_k,
@@ -391,6 +397,7 @@ def _narrow_kernel(
     tl.store(state + _BEFORE, _pick(values, lane, lower).to(tl.int32, bitcast=True))
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _collect_kernel(
     logits,
@@ -429,6 +436,7 @@ def _collect_kernel(
     tl.store(candidates + row * CANDIDATES + place, values, mask=chosen)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def _finish_kernel(
     logits,

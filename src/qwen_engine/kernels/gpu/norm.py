@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 
 from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.launching import Kernel
 
 
+@Kernel
 @triton.jit
 def _rms_norm_kernel(
     x,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, needs_wide_offsets, shared_memory_bytes
+from qwen_engine.kernels.gpu.launching import Kernel
 
 _DEEP_PIPELINE_BYTES = 120 * 1024
 
@@ -66,6 +67,7 @@ def _attend(
     return acc, total, peak
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _prefill_kernel(
     q,

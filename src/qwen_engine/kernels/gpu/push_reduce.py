@@ -17,6 +17,7 @@ import triton.language as tl
 
 from qwen_engine.distributed.peer_memory import INBOX_BYTES, PeerMemory
 from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.launching import Kernel
 
 _INBOX_WORDS = INBOX_BYTES // 4
 _MAX_WARPS = 16
@@ -116,6 +117,7 @@ def _packed(low, high, DTYPE: tl.constexpr):
     return words
 
 
+@Kernel
 @triton.jit(do_not_specialize=["site_word"])
 def _push_add_rms_norm_kernel(
     parts,

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.launching import Kernel
 
 _MAX_TILE_HEADS = 16
 
 
+@Kernel
 @triton.jit
 def _qk_norm_rope_kv_write_kernel(
     qkv,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.launching import Kernel
 from qwen_engine.request import GREEDY_TEMPERATURE
 
 _LOGPROB_CHUNK = 4096
@@ -41,6 +42,7 @@ def _best(scores, ids):
     return peak, tl.min(tl.where((scores == peak) & (ids >= 0), ids, _NO_TOKEN), 0)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["vocab_start"])
 def _argmax_chunk_kernel(
     logits,
@@ -86,6 +88,7 @@ def _argmax_chunk_kernel(
     tl.store(best_id + row * tl.num_programs(1) + chunk, winner)
 
 
+@Kernel
 @triton.jit
 def _argmax_merge_kernel(best_score, best_id, out, chunks, slots, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -164,6 +167,7 @@ def _launch_argmax(
     return out
 
 
+@Kernel
 @triton.jit
 def _logprob_chunk_kernel(logits, token_ids, peaks, totals, ranks, logits_stride, vocab_size, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -182,6 +186,7 @@ def _logprob_chunk_kernel(logits, token_ids, peaks, totals, ranks, logits_stride
     tl.store(ranks + target, tl.sum((values > chosen).to(tl.int32), 0))
 
 
+@Kernel
 @triton.jit
 def _logprob_merge_kernel(
     logits, token_ids, peaks, totals, ranks, logprobs, rank, logits_stride, chunks, CHUNKS: tl.constexpr

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from qwen_engine.kernels.gpu.common import dot_dtype, let_next_start, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.elementwise import silu_mul
+from qwen_engine.kernels.gpu.launching import Kernel
 
 MAX_ROWS = 64
 _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
@@ -75,6 +76,7 @@ def _activations(x, column, x_rows, x_stride, num_columns, X_ROWS: tl.constexpr)
     return tl.load(x + x_row[None, :] * x_stride + column[:, None], mask=mask, other=0.0)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["x_rows"])
 def _linear_kernel(
     x,
@@ -109,6 +111,7 @@ def _linear_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (x_row < x_rows)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["x_rows"])
 def _gated_kernel(
     x,

@@ -1,0 +1,83 @@
+"""What the host launches, and how all of it is compiled before the first step.
+
+Triton compiles a kernel where it is first launched, one after the other, which takes ten seconds for those of a model.
+`compile_launched` has them compiled by as many threads as there are cores: most of that time goes into compiler passes,
+ptxas and the C compiler, which run side by side.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+
+logger = logging.getLogger(__name__)
+
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+_ZEROED = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
+
+
+class Kernel:
+    """A Triton function that the host launches, as kernel[grid](...); inside `compile_launched` it is only compiled."""
+
+    def __init__(self, function: triton.JITFunction) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(self.function.run, grid=grid, warmup=_only_compiles.get())
+
+
+def compile_launched(steps: Callable[[], object], device: torch.device) -> None:
+    """Runs `steps` without its launches, and returns when all that it would have launched is ready on the device.
+
+    Tensors that kernels would have written are zero. A kernel that does not compile says so when it is launched.
+    """
+    start = time.perf_counter()
+    compilers = _Compilers(device)
+    with compilers, triton.AsyncCompileMode(compilers, ignore_errors=True), _only_compiling(), _EmptyIsZero():
+        steps()
+    logger.info("%d kernels ready in %.1f s", compilers.num_kernels, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _only_compiling() -> Iterator[None]:
+    token = _only_compiles.set(True)
+    try:
+        yield
+    finally:
+        _only_compiles.reset(token)
+
+
+class _EmptyIsZero(TorchFunctionMode):
+    """What no kernel has written may be an index of what follows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _ZEROED.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels and load them on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="qwen-engine-compiler")
+        self.num_kernels = 0
+        self._device = device
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        """What AsyncCompileMode calls, once for each kernel that this process has not compiled yet."""
+        self.num_kernels += 1
+        return super().submit(self._load, compile_kernel)
+
+    def _load(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        with torch.cuda.device(self._device):
+            kernel.run  # noqa: B018 (the first look at it builds the launcher and loads the code)
+        return kernel
