@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.common import cdiv
 from qwen_engine.kernels.gpu.launching import Kernel
 
 _ROWS = 256
@@ -42,7 +43,7 @@ def decode_inputs(
     slots: torch.Tensor, num_tokens: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor
 ) -> None:
     rows = slots.shape[0]
-    _decode_inputs_kernel[(triton.cdiv(rows, _ROWS),)](slots, num_tokens, positions, seq_lens, rows, ROWS=_ROWS)
+    _decode_inputs_kernel[(cdiv(rows, _ROWS),)](slots, num_tokens, positions, seq_lens, rows, ROWS=_ROWS)
 
 
 def advance(token_ids: torch.Tensor, slots: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor) -> None:
@@ -69,6 +70,6 @@ def _launch_advance(
     keys: bool,
 ) -> None:
     rows = slots.shape[0]
-    _advance_kernel[(triton.cdiv(rows, _ROWS),)](
+    _advance_kernel[(cdiv(rows, _ROWS),)](
         tokens, slots, token_table, num_tokens, token_ids, rows, token_table.stride(0), KEYS=keys, ROWS=_ROWS
     )

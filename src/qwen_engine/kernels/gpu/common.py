@@ -12,6 +12,18 @@ LOG2_E = 1.4426950408889634
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's function of that name takes more than a microsecond, as does the next; a layer calls
+    them twenty times."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The lowest power of two that is at least n, which is positive."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     """Dtype that operands of `dtype` are handed to tl.dot in.
 

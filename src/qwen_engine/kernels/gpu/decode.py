@@ -18,9 +18,11 @@ import triton.language as tl
 from qwen_engine.kernels.gpu.common import (
     LOG2_E,
     cache_rows,
+    cdiv,
     dot_dtype,
     let_next_start,
     needs_wide_offsets,
+    next_power_of_2,
     num_sms,
     pdl_options,
     wait_for_inputs,
@@ -219,8 +221,8 @@ def splits_to_fill(rows: int, num_kv_heads: int, sms: int) -> int:
 def choose_num_splits(fill: int, max_seq_len: int, items: int) -> int:
     """Splits of the grid, for `items` = rows times KV heads: as many as fill the device, and enough that a row of
     max_seq_len tokens does not outlast the others by much, as long as programs without work cost little."""
-    wanted = max(fill, min(triton.cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value), _MAX_PROGRAMS // max(items, 1)))
-    return max(1, min(wanted, triton.cdiv(max_seq_len, _MIN_SPLIT_TOKENS.value), _MAX_SPLITS.value))
+    wanted = max(fill, min(cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value), _MAX_PROGRAMS // max(items, 1)))
+    return max(1, min(wanted, cdiv(max_seq_len, _MIN_SPLIT_TOKENS.value), _MAX_SPLITS.value))
 
 
 def decode_attention(
@@ -281,7 +283,7 @@ def decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        BLOCK_M=max(_MIN_DOT_ROWS, next_power_of_2(group)),
         BLOCK_N=block_n,
         ONE_SPLIT=num_splits == 1,
         LIVE=is_live,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import cdiv, let_next_start, next_power_of_2, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import Kernel
 
 
@@ -26,8 +26,8 @@ def _silu_mul_kernel(gate_up, out, row_stride, inter, BLOCK: tl.constexpr, PDL: 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, inter), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(triton.next_power_of_2(inter), 1024)
-    _silu_mul_kernel[(tokens, triton.cdiv(inter, block))](
+    block = min(next_power_of_2(inter), 1024)
+    _silu_mul_kernel[(tokens, cdiv(inter, block))](
         gate_up, out, gate_up.stride(0), inter, BLOCK=block, **pdl_options(gate_up.device)
     )
     return out
@@ -58,8 +58,8 @@ def embed_tokens(
 ) -> torch.Tensor:
     tokens, (vocab_rows, hidden) = slots.shape[0], weight.shape
     out = torch.empty((tokens, hidden), dtype=weight.dtype, device=weight.device)
-    block = min(triton.next_power_of_2(hidden), 2048)
-    _embed_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(next_power_of_2(hidden), 2048)
+    _embed_kernel[(tokens, cdiv(hidden, block))](
         token_table,
         slots,
         positions,

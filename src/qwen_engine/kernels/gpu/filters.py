@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.common import cdiv, next_power_of_2
 from qwen_engine.kernels.gpu.launching import Kernel
 from qwen_engine.request import GREEDY_TEMPERATURE
 
@@ -87,7 +88,7 @@ def penalise(
     repetition: torch.Tensor,
 ) -> None:
     rows, vocab_size = logits.shape
-    _penalise_kernel[(rows, triton.cdiv(vocab_size, _PENALTY_CHUNK))](
+    _penalise_kernel[(rows, cdiv(vocab_size, _PENALTY_CHUNK))](
         logits,
         slots,
         output_counts,
@@ -493,8 +494,8 @@ def lowest_kept(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     rows, vocab_size = logits.shape
-    chunk_size = min(_CHUNK, triton.next_power_of_2(vocab_size))
-    chunks = triton.cdiv(vocab_size, chunk_size)
+    chunk_size = min(_CHUNK, next_power_of_2(vocab_size))
+    chunks = cdiv(vocab_size, chunk_size)
     groups = min(_GROUPS, chunk_size)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -509,7 +510,7 @@ def lowest_kept(
     per_row = {"TILE": _TILE, "num_warps": 8}
     search = {"BOUNDS": _BOUNDS, "STATE": _STATE}
     until = {"CANDIDATES": _CANDIDATES, **search}
-    across = triton.next_power_of_2(chunks)
+    across = next_power_of_2(chunks)
 
     _survey_kernel[(rows, chunks)](
         logits,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import let_next_start, next_power_of_2, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import Kernel
 
 
@@ -45,7 +45,7 @@ def _rms_norm_kernel(
 def _launch(parts: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_parts, tokens, hidden = parts.shape
     out = torch.empty((tokens, hidden), dtype=weight.dtype, device=parts.device)
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
         parts,
         parts if residual is None else residual,

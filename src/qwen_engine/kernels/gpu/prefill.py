@@ -15,7 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import LOG2_E, cache_rows, dot_dtype, needs_wide_offsets, shared_memory_bytes
+from qwen_engine.kernels.gpu.common import (
+    LOG2_E,
+    cache_rows,
+    dot_dtype,
+    needs_wide_offsets,
+    next_power_of_2,
+    shared_memory_bytes,
+)
 from qwen_engine.kernels.gpu.launching import Kernel
 
 _DEEP_PIPELINE_BYTES = 120 * 1024
@@ -217,7 +224,7 @@ def prefill_attention(
         element_size=q.element_size(),
         shared_memory_bytes=shared_memory_bytes(q.device),
     )
-    shape["BLOCK_M"] = max(shape["BLOCK_M"], triton.next_power_of_2(group))
+    shape["BLOCK_M"] = max(shape["BLOCK_M"], next_power_of_2(group))
     tiles = tokens // (shape["BLOCK_M"] // group) + rows
     _prefill_kernel[(num_kv_heads, tiles)](
         q,
@@ -240,7 +247,7 @@ def prefill_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        MAX_ROWS=max(64, triton.next_power_of_2(rows)),
+        MAX_ROWS=max(64, next_power_of_2(rows)),
         DOT_DTYPE=dot_dtype(q.dtype),
         WIDE=needs_wide_offsets(k_cache),
         **shape,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from qwen_engine.distributed.peer_memory import INBOX_BYTES, PeerMemory
-from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import let_next_start, next_power_of_2, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import Kernel
 
 _INBOX_WORDS = INBOX_BYTES // 4
@@ -204,7 +204,7 @@ def push_add_rms_norm(
     out = torch.empty_like(residual)
     words = [tensor.view(torch.int32) for tensor in (residual, weight, out)]
     tokens, row_words = words[0].shape
-    block = max(triton.next_power_of_2(row_words), _MIN_BLOCK)
+    block = max(next_power_of_2(row_words), _MIN_BLOCK)
     _push_add_rms_norm_kernel[(tokens,)](
         parts.view(torch.int32) if len(parts) == 1 else parts,
         *words,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qwen_engine.kernels.gpu.common import let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import cdiv, let_next_start, next_power_of_2, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import Kernel
 
 _MAX_TILE_HEADS = 16
@@ -97,8 +97,8 @@ def qk_norm_rope_kv_write(
     tokens = qkv.shape[0]
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     heads = num_heads + 2 * num_kv_heads
-    tile_heads = min(triton.next_power_of_2(heads), _MAX_TILE_HEADS)
-    _qk_norm_rope_kv_write_kernel[(tokens, triton.cdiv(heads, tile_heads))](
+    tile_heads = min(next_power_of_2(heads), _MAX_TILE_HEADS)
+    _qk_norm_rope_kv_write_kernel[(tokens, cdiv(heads, tile_heads))](
         qkv,
         q_weight,
         k_weight,

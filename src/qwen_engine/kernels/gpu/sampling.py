@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels.gpu.common import cdiv, next_power_of_2
 from qwen_engine.kernels.gpu.launching import Kernel
 from qwen_engine.request import GREEDY_TEMPERATURE
 
@@ -143,7 +144,7 @@ def _launch_argmax(
 ) -> torch.Tensor:
     """Token ids, or with `slots` the keys of the winners; then the other tensors are by slot instead of by row."""
     rows, vocab_size = logits.shape
-    chunks = max(1, triton.cdiv(vocab_size + vocab_start % 4, _ARGMAX_CHUNK))
+    chunks = max(1, cdiv(vocab_size + vocab_start % 4, _ARGMAX_CHUNK))
     best_score = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -163,7 +164,7 @@ def _launch_argmax(
         CHUNK=_ARGMAX_CHUNK,
         num_warps=4,
     )
-    _argmax_merge_kernel[(rows,)](best_score, best_id, out, chunks, slots, CHUNKS=triton.next_power_of_2(chunks))
+    _argmax_merge_kernel[(rows,)](best_score, best_id, out, chunks, slots, CHUNKS=next_power_of_2(chunks))
     return out
 
 
@@ -206,7 +207,7 @@ def _logprob_merge_kernel(
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, _LOGPROB_CHUNK)
+    chunks = cdiv(vocab_size, _LOGPROB_CHUNK)
     peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     totals = torch.empty_like(peaks)
     ranks = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
@@ -225,6 +226,6 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
         rank,
         logits.stride(0),
         chunks,
-        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNKS=next_power_of_2(chunks),
     )
     return logprobs, rank

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from qwen_engine.kernels.gpu.common import dot_dtype, let_next_start, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import (
+    cdiv,
+    dot_dtype,
+    let_next_start,
+    next_power_of_2,
+    pdl_options,
+    wait_for_inputs,
+)
 from qwen_engine.kernels.gpu.elementwise import silu_mul
 from qwen_engine.kernels.gpu.launching import Kernel
 
@@ -151,11 +158,11 @@ def linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.T
     """x [rows, columns] times weight [n, columns], transposed; at most MAX_ROWS rows. Gives [splits, rows, n], parts of
     the product, fp32 if there are several."""
     rows, (num_rows, num_columns) = x.shape[0], weight.shape
-    splits = min(tiles.splits, triton.cdiv(num_columns, tiles.columns))
-    columns_per_split = triton.cdiv(triton.cdiv(num_columns, tiles.columns), splits) * tiles.columns
+    splits = min(tiles.splits, cdiv(num_columns, tiles.columns))
+    columns_per_split = cdiv(cdiv(num_columns, tiles.columns), splits) * tiles.columns
     dtype = x.dtype if splits == 1 else torch.float32
     parts = torch.empty(splits, rows, num_rows, dtype=dtype, device=x.device)
-    _linear_kernel[(triton.cdiv(num_rows, tiles.rows), splits)](
+    _linear_kernel[(cdiv(num_rows, tiles.rows), splits)](
         x,
         weight,
         parts,
@@ -180,7 +187,7 @@ def gated_linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> t
     """silu(x Gᵀ) · (x Uᵀ) for a weight that holds G above U; rounded once."""
     rows, (num_rows, num_columns) = x.shape[0], weight.shape
     out = torch.empty(rows, num_rows // 2, dtype=x.dtype, device=x.device)
-    _gated_kernel[(triton.cdiv(num_rows // 2, tiles.rows),)](
+    _gated_kernel[(cdiv(num_rows // 2, tiles.rows),)](
         x,
         weight,
         out,
@@ -201,7 +208,7 @@ def gated_linear_tiled(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> t
 
 
 def _padded(rows: int) -> int:
-    return max(_MIN_DOT_ROWS, triton.next_power_of_2(rows))
+    return max(_MIN_DOT_ROWS, next_power_of_2(rows))
 
 
 def _is_whole(num_rows: int, num_columns: int, tiles: Tiles) -> bool:
