@@ -59,6 +59,8 @@ class Driver:
 driver.set_active(Driver())
 torch.cuda.device = lambda _: contextlib.nullcontext()
 
+from qwen_engine import kernels
+from qwen_engine.kernels import gpu
 from qwen_engine.kernels.gpu import bookkeeping, compile_launched, elementwise
 from qwen_engine.kernels.gpu.launching import Kernel
 
@@ -85,6 +87,9 @@ def all_steps():
     _broken_kernel[(1,)](torch.zeros(1))
 
 
+kernels._backend = lambda _: gpu
+kernels.load_compiler(torch.device("cpu"))
+first = [name for name, _ in loaded]
 compile_launched(all_steps, torch.device("cpu"))
 ahead = {"loaded": sorted(name for name, _ in loaded), "launched": list(launched), "result": results[0]}
 threads = {thread for _, thread in loaded}
@@ -94,6 +99,7 @@ try:
 except triton.CompilationError as error:
     broken = "no_such_name" in str(error)
 print(json.dumps({
+    "first": first,
     "ahead": ahead,
     "threads": all("compiler" in name for name in threads),
     "loaded later": len(loaded) - len(ahead["loaded"]),
@@ -117,6 +123,7 @@ def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found["first"] == ["_decode_inputs_kernel"]
     # One of each, whatever the number of rows.
     assert found["ahead"]["loaded"] == ["_advance_kernel", "_decode_inputs_kernel", "_silu_mul_kernel"]
     assert found["ahead"]["launched"] == []

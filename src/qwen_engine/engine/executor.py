@@ -103,6 +103,7 @@ class Executor:
         """Seconds of each part of the start, in order."""
         self._tp = TPGroup()
         try:
+            setup.load_compiler()
             if setup.config.tensor_parallel_size > 1:
                 with self._phase("ranks"):
                     self._start_ranks()

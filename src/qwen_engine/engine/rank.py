@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class RankSetup:
             dtype=resolve_dtype(config.dtype, model_config, device),
             max_model_len=_max_model_len(config, model_config),
         )
+
+    def load_compiler(self) -> None:
+        """Begins to load the compiler of a GPU's kernels, beside what a rank has to do before it needs it."""
+        if self.device.type == "cuda":
+            threading.Thread(target=kernels.load_compiler, args=(self.device,)).start()
 
     def with_peer_memory(self, tp: TPGroup, store: dist.Store) -> TPGroup:
         """The group with memory that its GPUs share, where all of them can. All ranks call it at once."""

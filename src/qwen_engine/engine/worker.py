@@ -56,6 +56,7 @@ def serve(setup: RankSetup, store: dist.Store, link: StatusLink, *, rank: int, h
     host: this machine's address for sockets between ranks.
     """
     size = setup.config.tensor_parallel_size
+    setup.load_compiler()
     store.set(f"started/{rank}", "1")
     store.wait(["all started"], timedelta(seconds=LOAD_TIMEOUT_S))
     timeout_s = 2 * setup.config.step_timeout_s

@@ -7,9 +7,7 @@ ptxas and the C compiler, which run side by side.
 
 import contextlib
 import functools
-import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -18,8 +16,6 @@ from typing import Any
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
-
-logger = logging.getLogger(__name__)
 
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 _ZEROED = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
@@ -40,11 +36,14 @@ def compile_launched(steps: Callable[[], object], device: torch.device) -> None:
 
     Tensors that kernels would have written are zero. A kernel that does not compile says so when it is launched.
     """
-    start = time.perf_counter()
-    compilers = _Compilers(device)
-    with compilers, triton.AsyncCompileMode(compilers, ignore_errors=True), _only_compiling(), _EmptyIsZero():
+    # The last two end first: what is waited for at the end of AsyncCompileMode runs without them.
+    with (
+        _Compilers(device) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+        _only_compiling(),
+        _EmptyIsZero(),
+    ):
         steps()
-    logger.info("%d kernels ready in %.1f s", compilers.num_kernels, time.perf_counter() - start)
 
 
 @contextlib.contextmanager
@@ -68,12 +67,10 @@ class _Compilers(ThreadPoolExecutor):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="qwen-engine-compiler")
-        self.num_kernels = 0
         self._device = device
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         """What AsyncCompileMode calls, once for each kernel that this process has not compiled yet."""
-        self.num_kernels += 1
         return super().submit(self._load, compile_kernel)
 
     def _load(self, compile_kernel: Callable[[], Any]) -> Any:
