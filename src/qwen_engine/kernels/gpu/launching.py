@@ -5,12 +5,11 @@ Triton compiles a kernel where it is first launched, one after the other, which 
 ptxas and the C compiler, which run side by side.
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -36,23 +35,15 @@ def compile_launched(steps: Callable[[], object], device: torch.device) -> None:
 
     Tensors that kernels would have written are zero. A kernel that does not compile says so when it is launched.
     """
-    # The last two end first: what is waited for at the end of AsyncCompileMode runs without them.
-    with (
-        _Compilers(device) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-        _only_compiling(),
-        _EmptyIsZero(),
-    ):
+    with _Compilers(device) as compilers:
+        copy_context().run(_ask, steps, compilers)
+
+
+def _ask(steps: Callable[[], object], compilers: Executor) -> None:
+    """In a context of its own, which the modes that it sets end with, however it ends."""
+    _only_compiles.set(True)
+    with triton.AsyncCompileMode(compilers, ignore_errors=True), _EmptyIsZero():
         steps()
-
-
-@contextlib.contextmanager
-def _only_compiling() -> Iterator[None]:
-    token = _only_compiles.set(True)
-    try:
-        yield
-    finally:
-        _only_compiles.reset(token)
 
 
 class _EmptyIsZero(TorchFunctionMode):
