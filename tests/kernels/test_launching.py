@@ -17,7 +17,7 @@ from qwen_engine.kernels import gpu
 from qwen_engine.kernels.gpu.launching import Kernel
 
 # A driver that compiles for a Hopper GPU and counts what is loaded and launched stands in for CUDA's.
-COMPILE_AHEAD = """
+DRIVER = """
 import contextlib
 import json
 import threading
@@ -58,7 +58,11 @@ class Driver:
 
 driver.set_active(Driver())
 torch.cuda.device = lambda _: contextlib.nullcontext()
+"""
 
+COMPILE_AHEAD = (
+    DRIVER
+    + """
 from qwen_engine import kernels
 from qwen_engine.kernels import gpu
 from qwen_engine.kernels.gpu import bookkeeping, compile_launched, elementwise
@@ -107,13 +111,103 @@ print(json.dumps({
     "broken": broken,
 }))
 """
+)
 
 
-def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
+# Steps of a small engine, of all kinds and sizes; the compiler is a list of what it was asked for.
+STEPS = (
+    DRIVER
+    + """
+from pathlib import Path
+
+import triton.compiler
+
+asked = []
+
+
+class Compiled:
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_):
+        return None
+
+    def run(self, *_):
+        launched.append(self)
+
+
+def compile_nothing(source, **_):
+    asked.append(source.name)
+    return Compiled()
+
+
+triton.compiler.compile = compile_nothing
+
+from qwen_engine import kernels
+from qwen_engine.config import ModelConfig
+from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.engine.cuda_graphs import GraphSizes, decode_sizes, mixed_sizes
+from qwen_engine.engine.model_runner import ModelRunner
+from qwen_engine.kernels import gpu
+from qwen_engine.kernels.gpu.launching import _EmptyIsZero
+from qwen_engine.models.qwen3 import Qwen3Model
+from qwen_engine.request import SamplingParams
+from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
+
+kernels._backend = lambda _: gpu
+SEQS, TOKENS, LENGTH = 200, 600, 512
+config = ModelConfig.from_folder(Path(__file__).parent)
+here = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+model = Qwen3Model(config, tp=TPGroup(), max_model_len=LENGTH, **here)
+sizes = GraphSizes(decode_sizes(SEQS), mixed_sizes(200, TOKENS))
+runner = ModelRunner(
+    model, config, tp=TPGroup(), max_num_seqs=SEQS, max_model_len=LENGTH, block_size=16, graph_sizes=sizes, **here
+)
+runner.compile_kernels(TOKENS)
+ahead = len(asked)
+runner.allocate_kv_cache(8)
+
+
+def run(lengths, params, step):
+    slots = list(range(len(lengths)))
+    added = [
+        SlotInit(
+            slot=slot,
+            token_ids=[1] * length,
+            num_prompt_tokens=length,
+            num_computed_tokens=0,
+            block_ids=[0] * -(-length // 16),
+            params=params[slot % len(params)],
+            seed=0,
+            stop_ids=(),
+            bad_word_ids=(),
+        )
+        for slot, length in enumerate(lengths)
+    ]
+    runner.execute(StepPlan(step=step, slots=slots, num_tokens=lengths, added=added))
+    runner.execute(StepPlan(step=step + 1, slots=slots, num_tokens=[1] * len(slots)))
+
+
+plain, greedy = SamplingParams(), SamplingParams(temperature=0.0)
+filtered, penalised = SamplingParams(top_k=5, top_p=0.9), SamplingParams(repetition_penalty=1.2)
+kinds = [
+    [plain], [greedy], [filtered], [penalised], [plain, filtered, penalised], [SamplingParams(logit_bias={3: 1.0})],
+    [SamplingParams(logprobs=3)], [SamplingParams(prompt_logprobs=2)], [SamplingParams(min_p=0.1, logprobs=0)],
+]
+with _EmptyIsZero():
+    for number, params in enumerate(kinds):
+        for lengths in ([5], [7, 33, 100], [300, 250], [3] * 70, [6] * 100, [9, 1, 1]):
+            run(lengths, params, 2 * number)
+print(json.dumps({"ahead": ahead, "late": asked[ahead:], "launched": len(launched)}))
+"""
+)
+
+
+def run_script(folder, text):
+    """What the last line of its output says."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    script = tmp_path / "ahead.py"  # the compiler wants to read the source of a kernel
-    script.write_text(COMPILE_AHEAD)
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    script = folder / "script.py"  # a file, because the compiler reads the source of kernels
+    script.write_text(text)
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -122,7 +216,11 @@ def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
+    found = run_script(tmp_path, COMPILE_AHEAD)
     assert found["first"] == ["_decode_inputs_kernel"]
     # One of each, whatever the number of rows.
     assert found["ahead"]["loaded"] == ["_advance_kernel", "_decode_inputs_kernel", "_silu_mul_kernel"]
@@ -132,6 +230,29 @@ def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
     assert found["loaded later"] == 0
     assert found["launched later"] == 9
     assert found["broken"]
+
+
+def test_no_step_compiles_a_kernel_once_the_engine_is_ready(tmp_path):
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = run_script(tmp_path, STEPS)
+    assert found["ahead"] > 20
+    assert found["late"] == []
+    assert found["launched"] > 0
 
 
 def test_every_kernel_that_the_host_launches_is_one_that_can_be_compiled_ahead():

@@ -207,18 +207,21 @@ class ModelRunner:
         self._set_kv_cache(None)
 
     def _launch_all(self, max_num_batched_tokens: int) -> None:
-        self._execute(self._largest_step(max_num_batched_tokens), None)
+        for top_p in (0.9, 1.0):
+            self._execute(self._largest_step(max_num_batched_tokens, top_p=top_p), None)
         for calls, sizes in self._parts_to_capture():
-            for size in sizes:
+            # Kernels are chosen anew at powers of two. What another size should want besides, its warm-up compiles.
+            for size in (size for size in sizes if size.bit_count() == 1 or size == sizes[-1]):
                 for call in calls.values():
                     call(size)
 
-    def _largest_step(self, max_num_batched_tokens: int) -> StepPlan:
-        """As many requests and tokens as a step can have, and all that sampling may have to do, eagerly."""
+    def _largest_step(self, max_num_batched_tokens: int, *, top_p: float = 0.9) -> StepPlan:
+        """As many requests and tokens as a step can have, and all that sampling may have to do, eagerly; with top_p 1
+        there is no filter."""
         max_num_seqs = len(self.tables.known_tokens)
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         length = min(max_num_batched_tokens // num_seqs, self.max_model_len - 1)
-        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
+        params = SamplingParams(temperature=1.0, top_p=top_p, repetition_penalty=1.1, logprobs=1)
         added = [
             SlotInit(
                 slot=slot,

@@ -37,12 +37,14 @@ _SIZE, _BEFORE, _TARGET = (tl.constexpr(word) for word in range(4, 7))
 _SPAN = tl.constexpr(8)  # and as many words as there are bounds
 _UNKNOWN = tl.constexpr(2**31 - 1)  # number of candidates before the first pass
 _TILE = 1024  # what the one program of a row takes at a time
-_PARAMETERS = ["temperature", "top_k", "top_p", "min_p"]  # rows of tables, aligned or not as the batch will have it
+# Rows of tables, aligned or not as the batch will have it.
+_PARAMETERS = ["temperature", "top_k", "top_p", "min_p"]
+_FACTORS = ["presence", "frequency", "repetition"]
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_FACTORS)
 def _penalise_kernel(
     logits,
     slots,

@@ -26,6 +26,7 @@ from qwen_engine.kernels.gpu.common import (
 from qwen_engine.kernels.gpu.launching import Kernel
 
 _DEEP_PIPELINE_BYTES = 120 * 1024
+_FEW_ROWS = 64  # a program looks through as many for its own; beyond, through as many as there can be
 
 
 @triton.jit
@@ -247,7 +248,7 @@ def prefill_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        MAX_ROWS=max(64, next_power_of_2(rows)),
+        MAX_ROWS=_FEW_ROWS if rows <= _FEW_ROWS else next_power_of_2(max(rows, len(block_tables))),
         DOT_DTYPE=dot_dtype(q.dtype),
         WIDE=needs_wide_offsets(k_cache),
         **shape,
