@@ -340,6 +340,9 @@ def bench_prefill(table: Table) -> None:
         (1, 8192, 8192, 16, 8),
         (1, 2048, 16384, 32, 4),
         (8, 1024, 1024, 32, 4),
+        (8, 200, 16584, 32, 4),
+        (1, 128, 128, 32, 8),
+        (1, 80, 32000, 32, 8),
     )
     for rows, queries, length, heads, kv_heads in shapes:
         cache = make_cache(rows, length, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16)
