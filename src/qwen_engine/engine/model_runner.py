@@ -189,6 +189,7 @@ class ModelRunner:
         added = [
             SlotInit(
                 slot=slot,
+                first_token=0,
                 token_ids=[0] * length,
                 num_prompt_tokens=length,
                 num_computed_tokens=0,
