@@ -150,6 +150,8 @@ def test_the_report_stands_alone(suite_results: Path, monkeypatch: pytest.Monkey
     assert "no plots" in capsys.readouterr().out
     page = (suite_results / "README.md").read_text()
     assert "| demo on cpu, float32 | 2 × (65 + 2), cold |" in page
+    assert re.search(r"\| 2 × \(65 \+ 2\), hot \| [\d.]+ \| – \|", page)
+    assert "- *prefill, tok/s*: prompt tokens of all requests" in page
     assert "of the hot prompts' tokens came from the prefix cache" in page
     assert "enable_prefix_caching=False" in page
     assert "**Not all is well**: prefix-cache" in page

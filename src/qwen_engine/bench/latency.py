@@ -11,6 +11,7 @@ import statistics
 import sys
 from typing import Any
 
+from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import (
     BatchRun,
     Measurement,
@@ -24,7 +25,7 @@ from qwen_engine.bench.load import (
     run_random,
     statistics_of,
 )
-from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
 from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.llm import LLM

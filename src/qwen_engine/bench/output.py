@@ -1,4 +1,4 @@
-"""What a benchmark shows its user: figures and checks as a table on stdout, and where the result file is."""
+"""What the benchmarks share on the command line: flags, exit codes, and how a number is written."""
 
 from __future__ import annotations
 
@@ -8,33 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qwen_engine.bench.results import ResultError, device_label
+from qwen_engine.bench.results import ResultError
 from qwen_engine.engine_args import add_engine_arguments
-
-# Most readers want these; all others are in the file.
-_SHOWN = (
-    "concurrency",
-    "first_token_s",
-    "prefill_tok_s",
-    "total_s",
-    "decode_step_ms",
-    "decode_tok_s",
-    "output_tok_s",
-    "total_tok_s",
-    "requests_per_s",
-    "median_ttft_ms",
-    "p99_ttft_ms",
-    "median_itl_ms",
-    "p99_itl_ms",
-    "prefix_hit_rate",
-    "prefill_speedup",
-    "cached_token_share",
-    "preemptions",
-    "ready_s",
-    "import_s",
-    "load_s",
-    "first_output_s",
-)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,25 +46,6 @@ def at_least(minimum: int) -> Any:
 def exit_code(result: Mapping[str, Any]) -> int:
     """0 completed, 1 a check failed, 130 interrupted."""
     return {"completed": 0, "failed": 1, "interrupted": 130}[result["status"]]
-
-
-def describe(result: Mapping[str, Any], path: Path) -> str:
-    """Headline, the main figures, the checks and the file of a result, as text for a terminal."""
-    engine = result["engine_config"] or {}
-    lines = [f"{result['name']}: {engine.get('model', '')} on {device_label(result)}, {result['status']}"]
-    metrics = result["metrics"]
-    prefixes = load_prefixes(metrics)
-    if len(prefixes) > 1:
-        lines.append(" " * 24 + "".join(f"{prefix.rstrip('_'):>12}" for prefix in prefixes))
-    for name in _SHOWN:
-        values = [metrics.get(prefix + name) for prefix in prefixes if prefix + name in metrics]
-        values = values or [metrics[name]] if name in metrics else values
-        if any(value is not None for value in values):
-            lines.append(f"  {name:22}" + "".join(f"{number(value):>12}" for value in values))
-    for check in result["checks"]:
-        lines.append(f"  {'ok  ' if check['passed'] else 'FAIL'} {check['name']}: {check['detail']}")
-    lines += [f"  note: {text}" for text in result["notes"]]
-    return "\n".join([*lines, f"  -> {path}"])
 
 
 def load_prefixes(metrics: Mapping[str, Any]) -> list[str]:

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import STALL_TIMEOUT_S
-from qwen_engine.bench.output import add_common_arguments, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, exit_code
 from qwen_engine.bench.suites import SUITES, run_suites
 from qwen_engine.engine_args import engine_options
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import (
     PromptSource,
     cached_share,
@@ -25,7 +26,7 @@ from qwen_engine.bench.load import (
     ratio,
     run_random,
 )
-from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
 from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError
