@@ -7,7 +7,6 @@ model's name. Everything above reads these; this file reads nothing but JSON.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import logging
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from qwen_engine.errors import ConfigError, UnknownOptionError, shown
+from qwen_engine.errors import ConfigError, UnknownOptionError, shown, suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -247,9 +246,7 @@ class EngineConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-                raise UnknownOptionError(f"unknown option {name!r}; {hint}")
+                raise UnknownOptionError(f"unknown option {shown(name)}; {suggestion(name, known)}")
         return cls(**options)
 
 
