@@ -137,7 +137,8 @@ class SamplingParams:
     bad_words: strings that may not be completed, unless nothing else is allowed.
     stop, stop_token_ids: end the output; stop strings are cut off unless include_stop_str_in_output.
     ignore_eos: the checkpoint's end-of-sequence ids do not end the output.
-    min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
+    min_tokens: no end of any kind before. max_tokens: None, and more than fit, is up to the
+    context limit.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
     tokens.
     structured_outputs: what the text has to be, a `StructuredOutputs` or a mapping of its fields. The output then ends

@@ -15,8 +15,10 @@ from qwen_engine.engine_args import add_engine_arguments
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every benchmark that loads a model: the model, the folder, the prompts' seed, the engine."""
     add_results_dir_argument(parser)
-    parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default)")
-    parser.add_argument("--prompt-seed", type=int, help="of the random prompts (default: another one each run)")
+    parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or demo")
+    parser.add_argument(
+        "--prompt-seed", type=int, metavar="N", help="seed of the random prompts (default: a new one for each run)"
+    )
     parser.add_argument("--verbose", action="store_true", help="log each phase of the start")
     add_engine_arguments(parser)
 
@@ -24,7 +26,12 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 def add_results_dir_argument(parser: argparse.ArgumentParser) -> None:
     """--results-dir, also under vLLM's name."""
     parser.add_argument(
-        "--results-dir", "--result-dir", type=Path, default=Path("results"), help="folder of result files (./results)"
+        "--results-dir",
+        "--result-dir",
+        type=Path,
+        default=Path("results"),
+        metavar="DIR",
+        help="folder of result files",
     )
 
 
