@@ -41,11 +41,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser(
             prog=f"python -m qwen_engine {group}",
             description=DESCRIPTIONS[group],
-            epilog="commands:\n" + "\n".join(f"  {name:12}{text}" for name, text in commands.items()),
-            usage=f"python -m qwen_engine {group} COMMAND [options]; COMMAND --help lists the options",
+            epilog="commands:\n"
+            + "\n".join(f"  {name:12}{text}" for name, text in commands.items())
+            + "\n\nEach has a --help of its own.",
+            usage=f"python -m qwen_engine {group} {'|'.join(commands)} [options]",
             formatter_class=HelpFormatter,
         )
-        parser.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of those below")
+        parser.add_argument("command", choices=list(commands), metavar="|".join(commands), help="see below")
         parser.parse_args(rest)
         parser.error("the command comes first, its options after it")
     module = importlib.import_module(_module(rest[0]) or "")
