@@ -111,10 +111,20 @@ def test_a_new_failure_is_a_regression_and_other_settings_are_noted(tmp_path: Pa
 def test_unreadable_input_is_one_line_and_exit_code_2(tmp_path: Path, make_result: Make, capsys):
     good = str(write_result(make_result({}), tmp_path))
     (tmp_path / "broken.json").write_text("{")
-    for args in ([good, str(tmp_path / "missing.json")], [str(tmp_path / "broken.json"), good]):
-        assert cli.main(["results", "compare", *args]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith("error: cannot read")
+    (tmp_path / "binary.json").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "other.json").write_text("[1]")
+    for name, words in (
+        ("missing.json", ": No such file or directory"),
+        ("", ": Is a directory"),
+        ("broken.json", " is no JSON, so no result"),
+        ("binary.json", " is no JSON, so no result"),
+        ("other.json", " is no result of a benchmark: it has no schema_version"),
+    ):
+        for args in ([good, str(tmp_path / name)], [str(tmp_path / name), good]):
+            assert cli.main(["results", "compare", *args]) == 2
+            (line,) = capsys.readouterr().err.strip().splitlines()
+            assert line.startswith("error: ")
+            assert str(tmp_path / name) + words in line
     assert cli.main(["results", "compare", good, good, "--tolerance", "much"]) == 2
     assert cli.main(["results", "report", "--results-dir", str(tmp_path / "nowhere")]) == 2
 

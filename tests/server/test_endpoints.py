@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 import threading
+import uuid
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -546,6 +547,44 @@ def test_every_request_leaves_a_line_without_its_text(server):
     for part in ("prompt_tokens=", "output_tokens=2", "cached_tokens=0", "queue_s=", "finish_reason=length"):
         assert part in line
     assert "secret" not in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            COMPLETIONS,
+            {"prompt": "secret", "temperature": 9},
+            'status=400 param=temperature reason="temperature is 9.0; it must be in [0, 2]"',
+        ),
+        (COMPLETIONS, {"prompt": {"secret": "secret"}}, 'status=400 param=prompt reason="prompt is …"'),
+        (COMPLETIONS, {"prompt": "secret " * 9000}, "status=400 code=context_length_exceeded param=prompt "),
+        (COMPLETIONS, {"prompt": "secret", "max_tokens": 10**6}, "reason=\"This model's maximum context length is "),
+        (
+            COMPLETIONS,
+            {"prompt": "secret", "structured_outputs": {"regex": "(secret"}},
+            "reason=\"the output's grammar",
+        ),
+        (COMPLETIONS, {"prompt": "secret", "model": "x"}, "status=404 code=model_not_found param=model "),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": ["secret"]}]},
+            'param=messages reason="messages[0].content[0] is of type …"',
+        ),
+        (CHAT, {"messages": "secret"}, 'status=400 param=messages reason="messages is …"'),
+        ("/tokenize", {"prompt": ["secret"]}, "path=/tokenize status=400 param=prompt "),
+        ("/v1/nothing", {"prompt": "secret"}, "path=/v1/nothing status=404 code=unknown_url "),
+    ],
+)
+def test_a_request_that_fails_leaves_a_line_with_the_reason_and_without_its_text(server, path, body, words):
+    request_id = uuid.uuid4().hex
+    answer = server.ask(path, body, headers={"X-Request-Id": request_id})
+    server.wait_for_log(f"request failed request_id=\\S*{request_id}", 20)
+    (line,) = [line for line in server.log if request_id in line]
+    assert words in line
+    assert f"status={answer.status} " in line
+    assert "secret" not in line
+    assert len(line) < 600
 
 
 def test_dtk_06_two_hundred_streams_at_once_are_not_mixed_up(server, monkeypatch):
