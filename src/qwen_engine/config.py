@@ -282,6 +282,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _yarn(rope: Mapping[str, Any], max_position_embeddings: int) -> YarnScaling | None:
+    for name, neutral in (("mscale", 0), ("mscale_all_dim", 0), ("partial_rotary_factor", 1)):
+        if rope.get(name) not in (None, neutral):
+            raise ConfigError(f"{name} of the rotary embedding is {shown(rope[name])}; it is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
