@@ -54,8 +54,13 @@ TEXTS = [
 ]
 
 
-def write_random_checkpoint(config_folder: Path, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """N(0, 0.02²) matrices and norms around 1, in shards of at most 4 GiB, with config and tokenizer copied."""
+def write_random_checkpoint(
+    config_folder: Path, folder: Path, dtype: torch.dtype, device: torch.device, *, q_norm: float = 1.0
+) -> None:
+    """N(0, 0.02²) matrices and norms around 1, in shards of at most 4 GiB, with config and tokenizer copied.
+
+    q_norm: around which the norms of the queries lie instead; larger ones make attention sharper.
+    """
     for path in config_folder.iterdir():
         if path.is_file() and path.suffix != ".safetensors":
             shutil.copy(path, folder / path.name)
@@ -74,7 +79,7 @@ def write_random_checkpoint(config_folder: Path, folder: Path, dtype: torch.dtyp
         num_bytes = 0
 
     for entry in sharding_table(ModelConfig.from_folder(folder), TPGroup()):
-        mean = 1.0 if "norm" in entry.name else 0.0
+        mean = q_norm if "q_norm" in entry.name else 1.0 if "norm" in entry.name else 0.0
         tensor = torch.empty(entry.shape, dtype=dtype, device=device).normal_(mean, 0.02, generator=generator)
         shard[entry.name] = tensor.cpu()
         num_bytes += tensor.nbytes

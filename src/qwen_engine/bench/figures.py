@@ -90,6 +90,15 @@ _OTHER_FIGURES = {
         Figure("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), "of the writers, until the new prompt is in"),
         Figure("first token, s", ("first_token_s",), "of the new prompt"),
     ),
+    "long-context": (
+        Figure("first token / floor, s", ("first_token_s", "floor_first_token_s"), "of all layers"),
+        Figure("decode step / floor, ms", ("decode_step_ms", "floor_decode_step_ms"), "of all layers"),
+        Figure(
+            "error / with shifted positions",
+            ("error_mean", "shifted_error_mean"),
+            "mean error of log-probabilities of a few layers; the second, a control, has to be much larger",
+        ),
+    ),
     "validate": (
         Figure("first token, s", ("first_token_s",), "of the whole batch"),
         Figure("Transformers, s", ("transformers_{}first_token_s",)),

@@ -171,6 +171,7 @@ def _standings(entries: Sequence[Entry]) -> list[str]:
 
 _PURPOSES = {
     "validate": "the engine against Transformers on the same weights",
+    "long-context": "one prompt near the end of a context that YaRN has extended",
     "load": "a checkpoint of random weights from disk",
     "throughput": "many requests at once",
     "latency": "one batch, repeated",
