@@ -89,7 +89,7 @@ def two_ranks(make_tiny_model):
         yield llm
 
 
-def test_every_feature_gives_the_tokens_of_one_rank(two_ranks, expected):
+def test_tpw_02_every_feature_gives_the_tokens_of_one_rank(two_ranks, expected):
     assert run(two_ranks) == expected
 
 
@@ -157,6 +157,32 @@ def test_other_shapes_give_the_tokens_of_one_rank(overrides, ranks, make_tiny_mo
                 value.logprob == pytest.approx(reference[token].logprob, abs=1e-4) for token, value in row.items()
             )
             assert max(row) < 503
+
+
+def test_tpw_06_columns_that_pad_the_vocabulary_are_never_chosen_nor_weighed(make_tiny_model):
+    folder = make_tiny_model(vocab_size=101)
+    # Behind the bias every real logit is far below the zero of a column that is no token.
+    bias = dict.fromkeys(range(101), -100.0)
+    params = [
+        SamplingParams(temperature=0.0, logit_bias=bias, max_tokens=16, ignore_eos=True, logprobs=20),
+        SamplingParams(
+            temperature=1.0, seed=1, logit_bias=bias, top_p=0.9, max_tokens=16, ignore_eos=True, logprobs=20
+        ),
+        SamplingParams(temperature=1.0, seed=2, logit_bias=bias, top_k=200, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=3, logit_bias=bias, min_p=0.01, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, top_k=200, max_tokens=16, ignore_eos=True),
+    ]
+    prompts = [random_prompt(10 + number, vocab_size=101) for number in range(len(params))]
+    outputs = []
+    for size in (1, 2):
+        with engine(folder, tensor_parallel_size=size) as llm:
+            outputs.append([out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)])
+    for alone, sharded in zip(*outputs):
+        assert sharded.token_ids == alone.token_ids
+        assert max(sharded.token_ids) < 101
+        for row, reference in zip(sharded.logprobs or [], alone.logprobs or []):
+            assert row.keys() == reference.keys()
+            assert all(row[token].logprob == pytest.approx(reference[token].logprob, abs=1e-4) for token in row)
 
 
 def test_tpw_04_a_split_that_cannot_work_is_refused_before_anything_starts(make_tiny_model):
