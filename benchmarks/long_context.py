@@ -34,6 +34,7 @@ from qwen_engine.bench.output import add_results_dir_argument, at_least
 from qwen_engine.bench.results import Check, check_writable, device_label, engine_facts, new_result, write_result
 from qwen_engine.bench.roofline import CEILINGS, Ceiling, decode_parts, floor_s, prefill_parts
 from qwen_engine.config import ModelConfig
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.errors import QwenEngineError
 
 SHARPNESS = 4.0
@@ -85,21 +86,21 @@ def main() -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--config-folder", type=Path, required=True, help="folder with the config.json of a model")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts to run (both)")
-    parser.add_argument("--rope-scaling-factor", type=float, default=4.0, help="of YaRN (4)")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts to run (default: both)")
+    parser.add_argument("--rope-scaling-factor", type=float, default=4.0, help="factor of YaRN")
     parser.add_argument(
-        "--original-max-position-embeddings", type=at_least(1), default=32_768, help="tokens it extends (32768)"
+        "--original-max-position-embeddings", type=at_least(1), default=32_768, help="tokens of context that it extends"
     )
-    parser.add_argument("--prompt-tokens", type=at_least(2), default=120_000, help="of the prompt (120000)")
-    parser.add_argument("--fp32-prompt-tokens", type=at_least(2), default=4096, help="of the prompt in fp32 (4096)")
-    parser.add_argument("--output-tokens", type=at_least(2), default=32, help="tokens to write (32)")
-    parser.add_argument("--check-layers", type=at_least(1), default=2, help="layers of the model that is checked (2)")
+    parser.add_argument("--prompt-tokens", type=at_least(2), default=120_000, help="tokens of the prompt")
+    parser.add_argument("--fp32-prompt-tokens", type=at_least(2), default=4096, help="tokens of the prompt in fp32")
+    parser.add_argument("--output-tokens", type=at_least(2), default=32, help="tokens to write behind each")
+    parser.add_argument("--check-layers", type=at_least(1), default=2, help="layers of the model that is checked")
     parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--max-num-batched-tokens", type=at_least(8), default=8192, help="prompt tokens a step (8192)")
+    parser.add_argument("--max-num-batched-tokens", type=at_least(8), default=8192, help="prompt tokens of a step")
     parser.add_argument("--bandwidth-tb-s", type=float, help="of one device, for the floor (known for the H200)")
     parser.add_argument("--tflop-s", type=float, help="of one device, for the floor (known for the H200)")
     add_results_dir_argument(parser)

@@ -40,6 +40,7 @@ from qwen_engine.bench.output import add_results_dir_argument, at_least
 from qwen_engine.bench.results import Check, engine_facts, new_result, write_result
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
@@ -265,7 +266,7 @@ def chosen_backends(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="a checkpoint folder")
     source.add_argument("--config-folder", type=Path, help="a config.json's folder; weights are made up")

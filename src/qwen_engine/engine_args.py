@@ -21,7 +21,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        has_default = action.option_strings and action.default not in (None, argparse.SUPPRESS)
+        has_default = action.option_strings and action.default not in (None, "", argparse.SUPPRESS)
         if not has_default or "default" in text:
             return text
         if isinstance(action.default, bool):
