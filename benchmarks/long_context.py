@@ -64,14 +64,15 @@ def main() -> int:
                 ("", args.dtype, args.prompt_tokens),
                 ("fp32_", "float32", args.fp32_prompt_tokens),
             ):
-                figures, facts = check(args, checkpoint, dtype_name, num_tokens)
+                figures, found = check(args, checkpoint, dtype_name, num_tokens)
+                facts = facts or found
                 metrics |= {prefix + name: value for name, value in figures.items()}
                 checks += judge(figures, dtype_name, num_tokens)
         if "speed" in args.only:
             folder = with_yarn(args, Path(temporary) / "speed")
-            figures, found, facts = speed(args, folder)
+            figures, more_checks, facts = speed(args, folder)
             metrics |= figures
-            checks += found
+            checks += more_checks
     names = ("fp32_prompt_tokens", "check_layers", "rope_scaling_factor", "original_max_position_embeddings")
     parameters = {"batch_size": 1, "input_len": args.prompt_tokens, "output_len": args.output_tokens}
     parameters |= {name: getattr(args, name) for name in names}

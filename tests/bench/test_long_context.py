@@ -78,3 +78,4 @@ def test_a_fault_of_the_embedding_far_out_is_found(damage, run, monkeypatch):
     assert code == 1
     assert "positions" in failed
     assert "first_token_s" not in result["metrics"]
+    assert result["engine_config"]["dtype"] == "bfloat16"
