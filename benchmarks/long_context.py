@@ -30,7 +30,7 @@ from validate import compare, prompts_for, write_random_checkpoint
 
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.load import PromptSource, check_batches, run_random
-from qwen_engine.bench.output import add_results_dir_argument, at_least
+from qwen_engine.bench.output import add_results_dir_argument, at_least, number
 from qwen_engine.bench.results import Check, check_writable, device_label, engine_facts, new_result, write_result
 from qwen_engine.bench.roofline import CEILINGS, Ceiling, decode_parts, floor_s, prefill_parts
 from qwen_engine.config import ModelConfig
@@ -67,23 +67,32 @@ def main() -> int:
                 figures, found = check(args, checkpoint, dtype_name, num_tokens)
                 facts = facts or found
                 metrics |= {prefix + name: value for name, value in figures.items()}
-                checks += judge(figures, dtype_name, num_tokens)
+                checks += tell(judge(figures, dtype_name, num_tokens))
         if "speed" in args.only:
             folder = with_yarn(args, Path(temporary) / "speed")
             figures, more_checks, facts = speed(args, folder)
             metrics |= figures
-            checks += more_checks
+            checks += tell(more_checks)
+            for name, unit in (("first_token", "s"), ("decode_step", "ms")):
+                value, floor = figures.get(f"{name}_{unit}"), figures.get(f"floor_{name}_{unit}")
+                beside = (
+                    f", {100 * floor / value:.0f} % of it the floor of {floor:.4g} {unit}" if value and floor else ""
+                )
+                print(f"{name}: {number(value)} {unit}{beside}", flush=True)
     names = ("fp32_prompt_tokens", "check_layers", "rope_scaling_factor", "original_max_position_embeddings")
     parameters = {"batch_size": 1, "input_len": args.prompt_tokens, "output_len": args.output_tokens}
     parameters |= {name: getattr(args, name) for name in names}
     facts["engine_config"]["model"] = args.config_folder.name  # it lay in a temporary folder
     result = new_result("long-context", metrics=metrics, checks=checks, parameters=parameters, facts=facts)
-    for name, value in metrics.items():
-        print(f"{name:32} {'–' if value is None else format(value, '.6g')}")
-    for each in checks:
-        print(f"{'ok  ' if each.passed else 'FAIL'} {each.name}: {each.detail}")
     print(f"-> {write_result(result, args.results_dir)}")
     return 0 if result["status"] == "completed" else 1
+
+
+def tell(checks: list[Check]) -> list[Check]:
+    """Prints what was checked as soon as it is known."""
+    for each in checks:
+        print(f"{'ok  ' if each.passed else 'FAIL'} {each.name}: {each.detail}", flush=True)
+    return checks
 
 
 def parse_args() -> argparse.Namespace:
