@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.kernels import gpu, reference
 
 DTYPE = torch.bfloat16
@@ -476,7 +477,7 @@ BENCHES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--mode", choices=("correctness", "benchmark"), default="benchmark")
     parser.add_argument("--only", nargs="+", choices=sorted(BENCHES), default=list(BENCHES))
     options = parser.parse_args()

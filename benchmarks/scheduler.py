@@ -12,6 +12,7 @@ import statistics
 import time
 from pathlib import Path
 
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.request import Request, SamplingParams
 from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
 from qwen_engine.scheduling.scheduler import Scheduler
@@ -95,7 +96,7 @@ def pool_start_s(num_blocks: int = 1_000_000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
