@@ -17,6 +17,8 @@ import torch
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.output import add_results_dir_argument
 from qwen_engine.bench.stress import add_suite_arguments, run_and_print
+from qwen_engine.cli import check_room
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.errors import QwenEngineError
 
 DEFAULT_PROMPTS = ["The Zen of Python", "def mean(data):"]
@@ -24,17 +26,29 @@ HINT = "without two GPUs or the weights, try: python main_qwen32.py --model demo
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen/Qwen3-32B", help="folder, repository or 'demo'")
-    ranks = int(os.environ.get("WORLD_SIZE", "2"))
-    parser.add_argument("--tensor-parallel-size", type=int, default=ranks, help="ranks (default: 2, or torchrun's)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument(
-        "--load-format", default="auto", help="'dummy' takes random weights: no download, and output without meaning"
+    parser = argparse.ArgumentParser(
+        usage="python main_qwen32.py [options]", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--max-model-len", type=int, help="most tokens of prompt + output")
-    parser.add_argument("--prompt", action="append", help="text to complete; may be given several times")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--model", default="Qwen/Qwen3-32B", help="folder, Hugging Face repository, or demo")
+    ranks = int(os.environ.get("WORLD_SIZE", "2"))
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=ranks, metavar="N", help="ranks (default: 2, or torchrun's)"
+    )
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
+    parser.add_argument(
+        "--load-format",
+        default="auto",
+        metavar="NAME",
+        help="dummy takes random weights: no download, and output without meaning",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="most tokens of prompt + output (default: what the checkpoint allows)",
+    )
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to complete; repeatable")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens to write")
     add_suite_arguments(parser)
     add_results_dir_argument(parser)
     return parser.parse_args()
@@ -56,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.model, **options) as llm:
         print(f"ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         prompts = args.prompt or DEFAULT_PROMPTS
+        for prompt in prompts:
+            check_room(llm, llm.encode(prompt), args.max_tokens)
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
     for prompt, output in zip(prompts, outputs):
         print(f"{prompt}{output['text']}\n")

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgpack
 
 from qwen_engine.engine.channel import Publisher, connect, open_publisher, ring
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.scheduling.plan_codec import decode_plan, encode_plan
 from qwen_engine.scheduling.step_plan import StepPlan
 
@@ -100,7 +101,7 @@ def measure(kind: str, message: bytes, *, num_messages: int, num_subscribers: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--num-messages", type=int, default=2000, help="at a pace of 1 ms; others in proportion")
     parser.add_argument("--num-subscribers", type=int, default=1)

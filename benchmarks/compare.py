@@ -52,7 +52,7 @@ from qwen_engine.bench.results import Check, check_writable, engine_facts, new_r
 from qwen_engine.bench.roofline import Ceiling, decode_work
 from qwen_engine.bench.standing import rows_of, summarize, text_table
 from qwen_engine.config import ModelConfig
-from qwen_engine.engine_args import add_engine_arguments, engine_options
+from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.models.hub import resolve_model
 
@@ -105,13 +105,11 @@ def main() -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--model", "--config-folder", nargs="+", required=True, help="folders with config.json, or 'demo'; one by one"
     )
-    parser.add_argument("--engines", default="ours,vllm", type=_engines, help="of ours and vllm, in order (both)")
+    parser.add_argument("--engines", default="ours,vllm", type=_engines, help="of ours and vllm, in order")
     parser.add_argument(
         "--cases",
         nargs="+",

@@ -131,7 +131,8 @@ def run_job(job: Job, events: TextIO) -> None:
         tell(begins=name)
         begin = time.monotonic()
         try:
-            metrics = CASES[name].scaled(job.scale).measure(engine, PromptSource(engine.vocab_size, job.prompt_seed))
+            source = PromptSource(engine.vocab_size, job.prompt_seed, label=name)  # or cases would share prefixes
+            metrics = CASES[name].scaled(job.scale).measure(engine, source)
         except Exception as error:  # the next case may work
             tell(case=name, error=summary(error))
             continue

@@ -21,7 +21,7 @@ from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.load import PromptSource
 from qwen_engine.bench.output import add_common_arguments, at_least
 from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
-from qwen_engine.engine_args import engine_options
+from qwen_engine.engine_args import HelpFormatter, engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.frontend.output_processor import RequestState
 
@@ -30,7 +30,7 @@ PARAMETERS = ("num_writers", "context", "steps")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--num-writers", type=at_least(1), default=64)
     parser.add_argument("--context", type=at_least(1), default=1024, help="prompt tokens of each writer")
     parser.add_argument(

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.kernels import gpu, reference
 
 DTYPE = torch.bfloat16
@@ -340,6 +341,9 @@ def bench_prefill(table: Table) -> None:
         (1, 8192, 8192, 16, 8),
         (1, 2048, 16384, 32, 4),
         (8, 1024, 1024, 32, 4),
+        (8, 200, 16584, 32, 4),
+        (1, 128, 128, 32, 8),
+        (1, 80, 32000, 32, 8),
     )
     for rows, queries, length, heads, kv_heads in shapes:
         cache = make_cache(rows, length, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16)
@@ -473,7 +477,7 @@ BENCHES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--mode", choices=("correctness", "benchmark"), default="benchmark")
     parser.add_argument("--only", nargs="+", choices=sorted(BENCHES), default=list(BENCHES))
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.output import add_results_dir_argument, number
 from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
-from qwen_engine.engine_args import add_engine_arguments, engine_options
+from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import RequestError
 from qwen_engine.request import RequestOutput
 
@@ -156,10 +156,8 @@ def _sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or demo")
     parser.add_argument("--tasks", nargs="+", required=True, help="names of the harness's tasks")
     parser.add_argument("--include-path", type=Path, help="folder with more tasks")
     parser.add_argument("--num-fewshot", type=int, help="examples in each prompt (the task's own number)")

@@ -24,6 +24,7 @@ from qwen_engine.bench.output import add_results_dir_argument, at_least
 from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.models.weights import sharding_table
 
 
@@ -35,7 +36,7 @@ def peak_host_gb(pid: int | str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--config-folder", type=Path, required=True)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")

@@ -30,6 +30,7 @@ from qwen_engine import LLM, SamplingParams, kernels
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.decode_step import DecodeStep
 from qwen_engine.engine.mixed_step import MixedStep
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.embedding import VocabParallelEmbedding
 
@@ -251,7 +252,7 @@ def _split_pair(pair: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", default="demo", help="a folder with config.json, or 'demo'")
     parser.add_argument("--batch-sizes", default="1,16,256", help="rows of the decode steps (default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each decoding request")

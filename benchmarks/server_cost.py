@@ -52,7 +52,7 @@ from qwen_engine.bench.results import Check, check_writable, device_label, new_r
 from qwen_engine.bench.serve_client import ENDPOINTS, ServeRequest, ServeResult
 from qwen_engine.bench.serve_load import PromptMaker
 from qwen_engine.bench.serve_report import request_rows
-from qwen_engine.engine_args import add_engine_arguments, engine_options
+from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.models.hub import resolve_model
 from qwen_engine.tokenization.tokenizer import Tokenizer
@@ -331,12 +331,14 @@ def shared_cores_note() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default)")
-    parser.add_argument("--streams", type=at_least(1), nargs="+", default=[1, 64], help="concurrent requests (1 64)")
-    parser.add_argument("--input-len", type=at_least(1), default=128, help="prompt tokens (128)")
-    parser.add_argument("--output-len", type=at_least(2), default=64, help="output tokens (64)")
-    parser.add_argument("--batches", type=at_least(1), default=5, help="measured batches of each load, at least (5)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or demo")
+    parser.add_argument(
+        "--streams", type=at_least(1), nargs="+", default=[1, 64], help="concurrent requests (default: 1 64)"
+    )
+    parser.add_argument("--input-len", type=at_least(1), default=128, help="prompt tokens")
+    parser.add_argument("--output-len", type=at_least(2), default=64, help="output tokens")
+    parser.add_argument("--batches", type=at_least(1), default=5, help="measured batches of each load, at least")
     parser.add_argument("--prompt-seed", type=int, help="of the random prompts (default: another one each run)")
     add_results_dir_argument(parser)
     add_engine_arguments(parser, without={"max_num_waiting"})

@@ -21,6 +21,7 @@ from kernels import DEVICE, DTYPE, normal, relative_error, rotation, time_us
 from torch.nn import functional as F
 
 from qwen_engine.config import ModelConfig
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.kernels import gpu
 from qwen_engine.kernels.gpu.tiled_linear import Tiles, gated_linear_tiled, linear_tiled
 
@@ -116,7 +117,7 @@ def tune(kind: str, num_rows: int, num_columns: int, x_rows: int, replays: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--config-folder", type=Path, required=True)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--rows", default="1,4,8,16,32,64", help="numbers of rows of x (default: %(default)s)")

@@ -40,6 +40,7 @@ from qwen_engine.bench.output import add_results_dir_argument, at_least
 from qwen_engine.bench.results import Check, engine_facts, new_result, write_result
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
+from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
@@ -54,8 +55,13 @@ TEXTS = [
 ]
 
 
-def write_random_checkpoint(config_folder: Path, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """N(0, 0.02²) matrices and norms around 1, in shards of at most 4 GiB, with config and tokenizer copied."""
+def write_random_checkpoint(
+    config_folder: Path, folder: Path, dtype: torch.dtype, device: torch.device, *, q_norm: float = 1.0
+) -> None:
+    """N(0, 0.02²) matrices and norms around 1, in shards of at most 4 GiB, with config and tokenizer copied.
+
+    q_norm: around which the norms of the queries lie instead; larger ones make attention sharper.
+    """
     for path in config_folder.iterdir():
         if path.is_file() and path.suffix != ".safetensors":
             shutil.copy(path, folder / path.name)
@@ -74,7 +80,7 @@ def write_random_checkpoint(config_folder: Path, folder: Path, dtype: torch.dtyp
         num_bytes = 0
 
     for entry in sharding_table(ModelConfig.from_folder(folder), TPGroup()):
-        mean = 1.0 if "norm" in entry.name else 0.0
+        mean = q_norm if "q_norm" in entry.name else 1.0 if "norm" in entry.name else 0.0
         tensor = torch.empty(entry.shape, dtype=dtype, device=device).normal_(mean, 0.02, generator=generator)
         shard[entry.name] = tensor.cpu()
         num_bytes += tensor.nbytes
@@ -260,7 +266,7 @@ def chosen_backends(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="a checkpoint folder")
     source.add_argument("--config-folder", type=Path, help="a config.json's folder; weights are made up")

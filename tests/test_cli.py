@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from qwen_engine import cli
+from qwen_engine import LLM, RequestOutput, cli
+from qwen_engine.request import CompletionOutput
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -91,6 +95,11 @@ def test_chat_reads_lines_and_answers_each():
         (["--temperature", "-1"], ["temperature", "-1"]),
         (["--prompt", ""], ["prompt is empty"]),
         (["--max-model-len", "8", "--prompt", "one two three four five six seven eight nine"], ["max_model_len is 8"]),
+        (
+            ["--max-model-len", "40", "--prompt", "import os", "--max-tokens", "50"],
+            ["--max-tokens is 50", "only 38 fit", "max_model_len is 40"],
+        ),
+        (["--max-model-len", "60", "--chat", "--prompt", "Hi", "--max-tokens", "60"], ["--max-tokens is 60", "fit"]),
         (["--kv-cache-bytes", "10"], ["KV cache", "10"]),
         (["--tensor-parallel-size", "3"], ["8 heads", "3 ranks"]),
     ],
@@ -119,6 +128,49 @@ def test_a_folder_without_tokenizer_says_so(tiny_model: Path, assert_one_line_er
 
 def test_a_repository_that_cannot_be_reached_says_so(assert_one_line_error):
     assert_one_line_error(["--model", "Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B")
+
+
+def test_what_cut_an_output_off_is_said(capsys):
+    greedy = ["--temperature", "0", "--ignore-eos"]
+    assert cli.main(["--prompt", "import ", "--prompt", "def ", "--max-tokens", "5", *greedy]) == 0
+    assert "2 of 2 cut off at --max-tokens 5\n" in capsys.readouterr().err
+    # Nobody asked for the 128 tokens that do not fit here.
+    assert cli.main(["--prompt", "import ", "--max-model-len", "20", *greedy]) == 0
+    assert "cut off at the context limit (max_model_len)\n" in capsys.readouterr().err
+    assert cli.main(["--prompt", "import ", "--stop", "o", "--temperature", "0"]) == 0
+    assert "cut off" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "note"),
+    [
+        ("<think>\nWell,", "length", "cut off at --max-tokens 3, before the thinking had ended: there is no answer"),
+        ("<think>\n\n</think>\n\nI", "length", "cut off at --max-tokens 3"),
+        ("<think>\nWell,", "stop", None),
+    ],
+)
+def test_an_answer_that_ends_in_its_thinking_says_so(text: str, reason: str, note: str | None, monkeypatch, capsys):
+    output = CompletionOutput(0, text, [1, 2, 3], finish_reason=reason)
+    monkeypatch.setattr(LLM, "stream", lambda *_: [RequestOutput("0", None, [1], [output], finished=True)])
+    lines = iter(["Who are you?", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert cli.main(["chat", "--max-tokens", "3"]) == 0
+    stdout, stderr = capsys.readouterr()
+    assert stdout == text + "\n"
+    assert stderr.splitlines()[1:] == ([] if note is None else [note]), stderr
+
+
+def test_every_help_is_read_without_python_and_says_defaults_once():
+    commands = [[], ["chat"], ["serve"], ["bench"], ["results"]]
+    commands += [["bench", name] for name in ("stress", "throughput", "latency", "startup", "serve")]
+    commands += [["results", name] for name in ("compare", "report")]
+    for command in commands:
+        with pytest.raises(SystemExit) as exit_info, contextlib.redirect_stdout(io.StringIO()) as out:
+            cli.main([*command, "--help"])
+        assert exit_info.value.code == 0
+        text = " ".join(out.getvalue().split())
+        assert not re.search(r"\bNone\b|\bSTR\b|\bFLOAT\b|\. \(default|default\) \(default|\(\d+\)", text), command
+        assert text.startswith("usage: python -m qwen_engine")
 
 
 def test_an_unknown_flag_is_refused():

@@ -304,5 +304,5 @@ def test_unknown_option_names_the_nearest_and_is_both_kinds_of_error():
         EngineConfig.from_options({"max_num_sequences": 5})
     assert isinstance(error.value, ValueError)
     assert isinstance(error.value, TypeError)
-    with pytest.raises(UnknownOptionError, match="known options: model"):
+    with pytest.raises(UnknownOptionError, match="unknown option 'zzz'; known: model,"):
         EngineConfig.from_options({"zzz": 5})

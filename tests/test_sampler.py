@@ -52,6 +52,7 @@ class Batch:
                     slot=slot,
                     params=row.params,
                     seed=row.seed,
+                    num_tokens=len(row.prompt + row.output),
                     token_ids=row.prompt + row.output,
                     num_prompt_tokens=len(row.prompt),
                     stop_ids=row.stop_ids,
@@ -365,7 +366,7 @@ def frequencies(logits: torch.Tensor, params: SamplingParams, num_draws: int = 2
     """How often each token is drawn over seeds, in one call."""
     tables = SamplingTables(1, len(logits), torch.device("cpu"))
     entry = SlotSampling(
-        slot=0, params=params, seed=77, token_ids=[1], num_prompt_tokens=1, stop_ids=(), bad_word_ids=()
+        slot=0, params=params, seed=77, num_tokens=1, token_ids=[1], num_prompt_tokens=1, stop_ids=(), bad_word_ids=()
     )
     tables.set([entry])
     tokens = tables.sample(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 
 import pytest
 
 from qwen_engine import SamplingParams
-from qwen_engine.errors import RequestError
+from qwen_engine.errors import RequestError, UnknownParameterError
+from qwen_engine.request import StructuredOutputs
 
 NAN, INF = math.nan, math.inf
 NO_NUMBERS = [NAN, INF, -INF, True, "0.5", None, [1.0], 10**400]
@@ -52,6 +54,29 @@ REFUSED = {
     "skip_special_tokens": [1, None],
     "detokenize": [1, None],
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("temprature", "did you mean 'temperature'?"),
+        ("best_of", "known: n, temperature, top_p,"),
+        ("x" * 1000, "known: n,"),
+    ],
+)
+def test_a_parameter_that_does_not_exist_is_refused_with_one_that_does(name: str, words: str):
+    with pytest.raises(UnknownParameterError, match=name[:40]) as error:
+        SamplingParams(**{name: 1})
+    assert isinstance(error.value, RequestError)
+    assert error.value.param == name
+    assert words in str(error.value)
+    assert len(str(error.value)) < 600
+    assert "temperature" in inspect.signature(SamplingParams).parameters
+
+
+def test_a_kind_of_structured_output_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(RequestError, match=r"unknown parameter 'jsn' of StructuredOutputs; did you mean 'json'\?"):
+        StructuredOutputs(jsn={})
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,7 +7,6 @@ model's name. Everything above reads these; this file reads nothing but JSON.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import logging
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from qwen_engine.errors import ConfigError, UnknownOptionError, shown
+from qwen_engine.errors import ConfigError, UnknownOptionError, shown, suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -151,24 +150,24 @@ class EngineConfig:
 
     model: local folder, Hugging Face repository name, or "demo" (the checkpoint inside this package).
     tensor_parallel_size: number of ranks one model is spread over.
-    dtype: of weights and KV cache; "auto" is the checkpoint's on a GPU and float32 on a CPU.
-    max_model_len: most tokens of prompt + output; None is what the checkpoint allows.
+    dtype: of weights and KV cache: bfloat16, float16, float32, or auto (on a GPU the checkpoint's, else float32).
+    max_model_len: most tokens of prompt + output (default: what the checkpoint allows).
     max_num_seqs: most requests that run at once.
     max_num_batched_tokens: token budget of one step; at least max_num_seqs.
     max_late_chunk_tokens: most prompt tokens of a new request in a step, while earlier ones are generating.
     block_size: tokens per KV block, a power of two ≥ 8.
     gpu_memory_utilization: share of the GPU's memory this engine may use, weights included.
-    kv_cache_bytes: size of the KV pool; None takes what gpu_memory_utilization leaves (CPU: up to 4 GiB).
+    kv_cache_bytes: size of the KV pool (default: what gpu_memory_utilization leaves; on a CPU up to 4 GiB).
     enable_prefix_caching: share KV blocks between requests with equal prefixes.
     enforce_eager: never use CUDA graphs.
     enable_custom_all_reduce: between GPUs of one host, sum through one another's memory instead of NCCL where possible.
-    load_format: "auto" and "safetensors" read the checkpoint; "dummy" fills random weights on the device.
-    seed: of dummy weights and of requests that bring no seed.
-    device: "auto", "cpu", "cuda" or "cuda:N".
-    scheduling_policy: "fcfs", or "priority" (lower number first, then arrival).
-    max_num_waiting: most requests waiting at once; None is no cap.
+    load_format: auto and safetensors read the checkpoint; dummy fills random weights on the device.
+    seed: seed of dummy weights and of requests that bring none.
+    device: auto, cpu, cuda or cuda:N.
+    scheduling_policy: fcfs, or priority (lower number first, then arrival).
+    max_num_waiting: most requests waiting at once (default: any number).
     max_logprobs: largest `logprobs` or `prompt_logprobs` a request may ask for.
-    step_timeout_s: with several ranks, a step that takes longer counts as hanging and ends the engine.
+    step_timeout_s: with several ranks, a step of more seconds counts as hanging and ends the engine.
     debug_checks: with several ranks, compare each step's rows and sampled ids on all of them.
     skip_tokenizer_init: work with token ids only.
     """
@@ -247,9 +246,7 @@ class EngineConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-                raise UnknownOptionError(f"unknown option {name!r}; {hint}")
+                raise UnknownOptionError(f"unknown option {shown(name)}; {suggestion(name, known)}")
         return cls(**options)
 
 
@@ -285,6 +282,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _yarn(rope: Mapping[str, Any], max_position_embeddings: int) -> YarnScaling | None:
+    for name, neutral in (("mscale", 0), ("mscale_all_dim", 0), ("partial_rotary_factor", 1)):
+        if rope.get(name) not in (None, neutral):
+            raise ConfigError(f"{name} of the rotary embedding is {shown(rope[name])}; it is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None

@@ -1,4 +1,4 @@
-"""Engine options as command-line flags, for every program that loads a model."""
+"""Engine options as command-line flags, for every program that loads a model, and how all help texts look."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ from qwen_engine.config import EngineConfig
 _PREFIX = "engine_"
 # `--model` is the program's own flag; skipping the tokenizer only makes sense from Python.
 _WITHOUT_FLAG = {"model", "skip_tokenizer_init"}
+_METAVARS = {int: "N", float: "X", str: "NAME"}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Says the default of every option that has one, in the same words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        has_default = action.option_strings and action.default not in (None, "", argparse.SUPPRESS)
+        if not has_default or "default" in text:
+            return text
+        if isinstance(action.default, bool):
+            is_switch = isinstance(action, argparse.BooleanOptionalAction)
+            return f"{text} (default: {'yes' if action.default else 'no'})" if is_switch else text
+        return f"{text} (default: %(default)s)"
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -23,14 +38,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[st
         if field.name in _WITHOUT_FLAG or field.name in without:
             continue
         flag = "--" + field.name.replace("_", "-")
-        text = helps.get(field.name, "").replace("%", "%%")
+        text = helps.get(field.name, "").removesuffix(".").replace("%", "%%")
         options: dict[str, Any] = {"dest": _PREFIX + field.name, "default": field.default}
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = int if field.default is None else type(field.default)
-            options["metavar"] = "N" if options["type"] is int else options["type"].__name__.upper()
-            text += "" if field.default is None else f" (default: {field.default})"
+            options["metavar"] = _METAVARS[options["type"]]
         group.add_argument(flag, help=text, **options)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 
 MAX_SHOWN_CHARS = 80
 MAX_SUMMARY_CHARS = 2000
@@ -21,6 +22,12 @@ def summary(error: BaseException) -> str:
     """What an exception says, in one line that names its class."""
     text = " ".join(str(error).split())[:MAX_SUMMARY_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """What to write instead of a name that does not exist: the nearest of those that do, or all."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 class QwenEngineError(Exception):
@@ -50,6 +57,10 @@ class RequestError(QwenEngineError, ValueError):
         if message.startswith(f"{self.param} is "):
             message = name + message[len(self.param) :]
         return RequestError(message, name)
+
+
+class UnknownParameterError(RequestError, TypeError):
+    """A parameter name that does not exist."""
 
 
 class CheckpointError(QwenEngineError):

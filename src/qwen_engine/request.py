@@ -9,15 +9,16 @@ Ranges are checked here, in one place; what depends on the model (vocabulary, co
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
-from qwen_engine.errors import RequestError, shown, summary
+from qwen_engine.errors import RequestError, UnknownParameterError, shown, suggestion, summary
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,28 @@ MAX_BAD_WORD_CHARS = 64  # every slot has room for the most and longest in use
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 65_536
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+_Class = TypeVar("_Class")
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so n samples of one seed get n different seeds
 
 
+def _refuse_unknown_names(cls: type[_Class]) -> type[_Class]:
+    """Has a call of the class with a name that it does not know raise UnknownParameterError."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked_init(self: _Class, *args: Any, **options: Any) -> None:
+        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        for name in options:
+            if name not in known:
+                hint = suggestion(name, known)
+                raise UnknownParameterError(f"unknown parameter {shown(name)} of {cls.__name__}; {hint}", param=name)
+        init(self, *args, **options)
+
+    cls.__init__ = checked_init  # type: ignore[method-assign]
+    return cls
+
+
+@_refuse_unknown_names
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """What the text of an output has to be: exactly one of the fields but the last.
@@ -100,6 +120,7 @@ class TokenConstraint(Protocol):
     def accept(self, token_id: int) -> None: ...
 
 
+@_refuse_unknown_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose and end the tokens of a request. Out-of-range values raise RequestError naming the parameter.
@@ -116,7 +137,8 @@ class SamplingParams:
     bad_words: strings that may not be completed, unless nothing else is allowed.
     stop, stop_token_ids: end the output; stop strings are cut off unless include_stop_str_in_output.
     ignore_eos: the checkpoint's end-of-sequence ids do not end the output.
-    min_tokens: no end of any kind before. max_tokens: None is up to the context limit.
+    min_tokens: no end of any kind before. max_tokens: None, and more than fit, is up to the
+    context limit.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
     tokens.
     structured_outputs: what the text has to be, a `StructuredOutputs` or a mapping of its fields. The output then ends

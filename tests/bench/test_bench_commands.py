@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -47,7 +48,9 @@ def test_throughput_counts_every_token(flag: str, tiny_model: Path, tmp_path: Pa
     assert metrics["requests_per_s"] == pytest.approx(12 / metrics["total_s"])
     assert metrics["cached_token_share"] == 0
     out = capsys.readouterr().out
-    assert "output_tok_s" in out
+    assert re.search(
+        r"12 × \(20 \+ 6\) ± 50 %\n +requests/s +[\d,.]+\n +output, tok/s +[\d,.]+  all output tokens", out
+    )
     assert "ok   pool whole" in out
     assert result["command"]
 
@@ -57,6 +60,18 @@ def test_throughput_shares_a_prefix_when_asked(tiny_model: Path, tmp_path: Path)
     code, result = bench(tiny_model, tmp_path, "throughput", *args)
     assert code == 0
     assert {row["prompt_tokens"] for row in result["requests"]} == {72}
+
+
+def test_stress_shows_each_load_in_a_column_and_what_the_cache_did_in_a_sentence(tmp_path: Path, capsys):
+    args = ["bench", "stress", "--suite", "prefix-cache", "--scale", "0.002", "--device", "cpu"]
+    assert cli.main([*args, "--results-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\n +2 × \(65 \+ 2\), cold +2 × \(65 \+ 2\), hot\n", out)
+    # What is left to compute behind a cached prefix says nothing of the speed of a prefill.
+    assert re.search(r"prefill, tok/s +[\d,.]+ +–  prompt tokens", out)
+    assert only_result(tmp_path)["metrics"]["hot_prefill_tok_s"] > 0
+    assert "98.46 % of the hot prompts' tokens came from the prefix cache; their first tokens came" in out
+    assert "preemptions" not in out
 
 
 def test_chat_lengths_keep_their_mean_and_have_a_long_tail():

@@ -159,6 +159,16 @@ def events_of(engine_script, monkeypatch, start: Any, names: list[str], **change
     return [json.loads(line) for line in events.getvalue().splitlines()]
 
 
+def test_cases_share_no_prefix(engine_script, monkeypatch):
+    engine = ScriptedEngine(*[1.0] * 8)
+    known = {"version": "1", "kv_cache_tokens": 9}
+    names = ["64x1024_256", "16x4096_256"]
+    events_of(engine_script, monkeypatch, lambda model, options: (engine, known), names, scale=0.02)
+    prompts = [prompt for batch, _ in engine.batches for prompt in batch]
+    assert len({len(prompt) for prompt in prompts}) == 2
+    assert len({tuple(prompt[:16]) for prompt in prompts}) == len(prompts)
+
+
 def test_a_case_that_fails_does_not_end_the_others(engine_script, monkeypatch):
     class Failing(ScriptedEngine):
         def run(self, prompts: Any, output_tokens: Any, *, temperature: float = 0.0) -> float:

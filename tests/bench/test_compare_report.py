@@ -111,10 +111,20 @@ def test_a_new_failure_is_a_regression_and_other_settings_are_noted(tmp_path: Pa
 def test_unreadable_input_is_one_line_and_exit_code_2(tmp_path: Path, make_result: Make, capsys):
     good = str(write_result(make_result({}), tmp_path))
     (tmp_path / "broken.json").write_text("{")
-    for args in ([good, str(tmp_path / "missing.json")], [str(tmp_path / "broken.json"), good]):
-        assert cli.main(["results", "compare", *args]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith("error: cannot read")
+    (tmp_path / "binary.json").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "other.json").write_text("[1]")
+    for name, words in (
+        ("missing.json", ": No such file or directory"),
+        ("", ": Is a directory"),
+        ("broken.json", " is no JSON, so no result"),
+        ("binary.json", " is no JSON, so no result"),
+        ("other.json", " is no result of a benchmark: it has no schema_version"),
+    ):
+        for args in ([good, str(tmp_path / name)], [str(tmp_path / name), good]):
+            assert cli.main(["results", "compare", *args]) == 2
+            (line,) = capsys.readouterr().err.strip().splitlines()
+            assert line.startswith("error: ")
+            assert str(tmp_path / name) + words in line
     assert cli.main(["results", "compare", good, good, "--tolerance", "much"]) == 2
     assert cli.main(["results", "report", "--results-dir", str(tmp_path / "nowhere")]) == 2
 
@@ -150,6 +160,8 @@ def test_the_report_stands_alone(suite_results: Path, monkeypatch: pytest.Monkey
     assert "no plots" in capsys.readouterr().out
     page = (suite_results / "README.md").read_text()
     assert "| demo on cpu, float32 | 2 × (65 + 2), cold |" in page
+    assert re.search(r"\| 2 × \(65 \+ 2\), hot \| [\d.]+ \| – \|", page)
+    assert "- *prefill, tok/s*: prompt tokens of all requests" in page
     assert "of the hot prompts' tokens came from the prefix cache" in page
     assert "enable_prefix_caching=False" in page
     assert "**Not all is well**: prefix-cache" in page

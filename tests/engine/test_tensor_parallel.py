@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from ahead import IN_WORKERS, SIZES, assert_nothing_in_flight, run_ahead
 from fault_tools import plant
+from safetensors.torch import load_file, save_file
 from tiny_models import random_prompt
 
 from qwen_engine import LLM, SamplingParams
@@ -89,7 +91,7 @@ def two_ranks(make_tiny_model):
         yield llm
 
 
-def test_every_feature_gives_the_tokens_of_one_rank(two_ranks, expected):
+def test_tpw_02_every_feature_gives_the_tokens_of_one_rank(two_ranks, expected):
     assert run(two_ranks) == expected
 
 
@@ -157,6 +159,36 @@ def test_other_shapes_give_the_tokens_of_one_rank(overrides, ranks, make_tiny_mo
                 value.logprob == pytest.approx(reference[token].logprob, abs=1e-4) for token, value in row.items()
             )
             assert max(row) < 503
+
+
+def test_tpw_06_columns_that_pad_the_vocabulary_are_never_chosen_nor_weighed(make_tiny_model, tmp_path):
+    folder = tmp_path / "negative"
+    shutil.copytree(make_tiny_model(vocab_size=101), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 50.0  # stays the largest part of every hidden state,
+    weights["lm_head.weight"][:, 0] = -10.0  # so that every logit is far below the zero of a column that is no token
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    sampled = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=20),
+        SamplingParams(seed=1, **sampled),
+        SamplingParams(seed=2, top_p=0.9, **sampled),
+        SamplingParams(seed=3, top_k=200, logprobs=20, **sampled),
+        SamplingParams(seed=4, min_p=0.01, repetition_penalty=1.2, **sampled),
+    ]
+    prompts = [random_prompt(10 + number, vocab_size=101) for number in range(len(params))]
+    outputs = []
+    for size in (1, 2):
+        with engine(folder, tensor_parallel_size=size) as llm:  # each alone: a mixed batch chooses in one way for all
+            results = [llm.generate([prompt], own, use_tqdm=False)[0] for prompt, own in zip(prompts, params)]
+        outputs.append([out.outputs[0] for out in results])
+    for alone, sharded in zip(*outputs):
+        assert max(sharded.token_ids) < 101
+        assert sharded.token_ids == alone.token_ids
+        for row, reference in zip(sharded.logprobs or [], alone.logprobs or []):
+            assert row.keys() == reference.keys()
+            assert all(row[token].logprob == pytest.approx(reference[token].logprob, abs=1e-4) for token in row)
 
 
 def test_tpw_04_a_split_that_cannot_work_is_refused_before_anything_starts(make_tiny_model):

@@ -148,13 +148,15 @@ from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.cuda_graphs import GraphSizes, decode_sizes, mixed_sizes
 from qwen_engine.engine.model_runner import ModelRunner
 from qwen_engine.kernels import gpu
+from qwen_engine.kernels.gpu import decode, prefill
 from qwen_engine.kernels.gpu.launching import _EmptyIsZero
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import SamplingParams
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 kernels._backend = lambda _: gpu
-SEQS, TOKENS, LENGTH = 200, 600, 512
+prefill.num_sms = decode.num_sms = lambda _: 132
+SEQS, TOKENS, LENGTH = 200, 3000, 4096
 config = ModelConfig.from_folder(Path(__file__).parent)
 here = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
 model = Qwen3Model(config, tp=TPGroup(), max_model_len=LENGTH, **here)
@@ -167,15 +169,16 @@ ahead = len(asked)
 runner.allocate_kv_cache(8)
 
 
-def run(lengths, params, step):
+def run(lengths, params, step, context=0):
     slots = list(range(len(lengths)))
     added = [
         SlotInit(
             slot=slot,
-            token_ids=[1] * length,
-            num_prompt_tokens=length,
-            num_computed_tokens=0,
-            block_ids=[0] * -(-length // 16),
+            first_token=0,
+            token_ids=[1] * (context + length),
+            num_prompt_tokens=context + length,
+            num_computed_tokens=context,
+            block_ids=[0] * -(-(context + length) // 16),
             params=params[slot % len(params)],
             seed=0,
             stop_ids=(),
@@ -195,8 +198,9 @@ kinds = [
 ]
 with _EmptyIsZero():
     for number, params in enumerate(kinds):
-        for lengths in ([5], [7, 33, 100], [300, 250], [3] * 70, [6] * 100, [9, 1, 1]):
+        for lengths in ([5], [7, 33, 100], [2900], [10] * 70, [16] * 100, [9, 1, 1]):
             run(lengths, params, 2 * number)
+            run(lengths[:70], params, 2 * number, context=600)
 print(json.dumps({"ahead": ahead, "late": asked[ahead:], "launched": len(launched)}))
 """
 )
@@ -240,10 +244,10 @@ def test_no_step_compiles_a_kernel_once_the_engine_is_ready(tmp_path):
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
         "head_dim": 32,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",

@@ -17,6 +17,7 @@ from qwen_engine.kernels.gpu import (  # noqa: E402
     tiled_linear,
 )
 from qwen_engine.kernels.gpu.decode import choose_num_splits, splits_to_fill  # noqa: E402
+from qwen_engine.kernels.gpu.prefill import _rows_and_span  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
@@ -182,6 +183,48 @@ def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
 def test_the_device_counts_the_live_rows_and_shares_out_the_programs(seq_lens, programs, monkeypatch):
     monkeypatch.setattr(decode, "_LIVE_PROGRAMS", programs)
     checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, max_seq_len=4096, live_rows=True)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(20, 2100), (3, 700), (0, 0), (0, 900), (1, 1300)],
+        [(40, 545), (33, 512), (1, 513), (1, 1)],
+        [(200, 1100)],
+    ],
+    ids=str,
+)
+def test_prefill_attention_splits_the_keys_of_a_few_tiles(dtype, spans, monkeypatch):
+    checks.check_prefill(gpu, "cpu", dtype, spans, (4, 2), 64, 16)
+
+
+@triton.jit
+def _store_tiles_and_spans(query_start, seq_lens, out, rows, num_kv_heads, max_pieces):
+    tiles, spans, span = _rows_and_span(query_start, seq_lens, rows, num_kv_heads, max_pieces, 64, 32, 64, True)
+    row = tl.arange(0, 64)
+    tl.store(out + row, tiles)
+    tl.store(out + 64 + row, spans)
+    tl.store(out + 128, span)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "spans", "span"),
+    [
+        ([(20, 2100), (3, 700), (0, 0), (0, 900), (33, 1300)], [1, 1, 0, 0, 2], [5, 2, 1, 2, 3], 512),
+        ([(64, 32_000)], [2], [16], 2048),  # 2 * 2 * 32000 keys in 64 pieces
+        ([(1056, 32_000)], [33], [1], 2**30),  # enough tiles as it is
+    ],
+    ids=["short-spans", "long-spans", "none"],
+)
+def test_prefill_work_is_cut_into_as_many_pieces_as_even_out(rows, tiles, spans, span):
+    query_lens, seq_lens = (torch.tensor(part, dtype=torch.int32) for part in zip(*rows))
+    query_start = torch.cat((torch.zeros(1), query_lens.cumsum(0))).int()
+    out = torch.full((129,), -1, dtype=torch.int32)
+    _store_tiles_and_spans[(1,)](query_start, seq_lens, out, len(rows), 2, 64)
+    assert out[: len(rows)].tolist() == tiles
+    assert out[64 : 64 + len(rows)].tolist() == spans
+    assert out[128] == span
 
 
 @pytest.mark.parametrize("strangers", [(0, 9), (5, 0), (17, 40)], ids=str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from qwen_engine.request import Request, SamplingParams
 from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
@@ -120,8 +121,13 @@ class FakeDevice:
         for entry in plan.added:
             assert 0 <= entry.slot < self.max_num_seqs
             assert entry.slot not in self.slots, "a slot is taken while it is in use"
-            assert 0 <= entry.num_computed_tokens < len(entry.token_ids)
-            chain: list[int] = []
+            assert 0 <= entry.first_token <= entry.num_computed_tokens < entry.first_token + len(entry.token_ids)
+            assert not entry.first_token or (not entry.params.has_penalties and not entry.bad_word_ids)
+            # Tokens with KV need not come along; that it is theirs shows in the outputs.
+            chain = [
+                self.kv[entry.block_ids[i // self.block_size]][i % self.block_size] for i in range(entry.first_token)
+            ]
+            assert None not in chain, "a hit on a block that has not been computed"
             extend_chain(chain, entry.token_ids, entry.seed)
             self.slots[entry.slot] = _Slot(entry, chain, list(entry.block_ids), entry.num_computed_tokens)
         for slot, block_id in plan.new_blocks:
@@ -217,22 +223,26 @@ class Driver:
         priority: int = 0,
         prompt_logprobs: int | None = None,
         constrained: bool = False,
+        bad_word_ids: Sequence[Sequence[int]] = (),
+        **params: Any,
     ) -> Request:
-        params = SamplingParams(
+        sampling_params = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop_token_ids=stop_token_ids,
             prompt_logprobs=prompt_logprobs,
+            **params,
         )
         request = Request(
             request_id,
             prompt,
-            params,
+            sampling_params,
             seed=seed_of(salt),
             priority=priority,
             cache_salt=salt,
             eos_token_ids=eos_token_ids,
+            bad_word_ids=bad_word_ids,
         )
         if constrained:
             request.constraint = UNREAD

@@ -25,8 +25,9 @@ def driver_with_work(**options):
 
 
 def state(scheduler):
-    """Everything the scheduler holds, by value; requests by identity."""
-    plain = {name: copy.copy(value) for name, value in vars(scheduler).items() if name != "block_manager"}
+    """Everything the scheduler holds, by value; requests by identity; without what only saves it work."""
+    others = {"block_manager", "_prompt_keys"}
+    plain = {name: copy.copy(value) for name, value in vars(scheduler).items() if name not in others}
     return plain, copy.deepcopy(vars(scheduler.block_manager))
 
 

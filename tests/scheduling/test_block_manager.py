@@ -9,12 +9,12 @@ from collections import OrderedDict
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.scheduling import block_manager as block_manager_module
-from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
+from qwen_engine.scheduling.block_manager import BlockManager, PromptKeys, extend_block_keys
 
 SIZE = 4
 
@@ -471,3 +471,38 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+PROMPTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([None, "a", "b"])), max_size=12)
+
+
+@given(PROMPTS)
+def test_keys_of_prompts_that_begin_alike_are_those_of_each_alone(prompts):
+    """Prompts of a length that is remembered: a common beginning, then tokens of their own."""
+    known = PromptKeys(block_size=16)
+    for common, own, salt in prompts:
+        token_ids = [*range(1024 + 9 * common), *[7 * common + own] * (5 * own)]
+        alone: list[bytes] = []
+        extend_block_keys(alone, token_ids, 16, salt)
+        assert known.of(token_ids, salt) == alone
+
+
+def test_what_prompts_share_is_hashed_once(monkeypatch):
+    hashed = []
+
+    def count(data: bytes):
+        hashed.append(data)
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr(block_manager_module, "sha256", count)
+    known = PromptKeys(block_size=16)
+    shared = list(range(2048))
+    known.of([*shared, 1, 2, 3], None)
+    assert len(hashed) == 1 + 128
+    keys = known.of([*shared, *[5] * 32], None)
+    assert len(keys) == 130
+    assert len(hashed) == 1 + 128 + 2
+    keys.append(b"")  # the caller's list is its own
+    assert len(known.of([*shared, *[5] * 32], None)) == 130
+    known.of(shared, "another user's")
+    assert len(hashed) == 1 + 128 + 2 + 1 + 128

@@ -326,12 +326,13 @@ def test_pfx_12_an_aborted_chunk_leaves_only_computed_blocks(chunk, num_hit, app
 
 
 @depths
-def test_pre_01_a_resumed_request_is_sent_with_every_token(depth):
+def test_pre_01_a_resumed_request_is_sent_with_every_token_that_has_no_kv(depth):
     driver, request = preempt_with_outputs(5, prompt_length=6, depth=depth)
     plan, entry = resume(driver, request)
     assert request.num_output_tokens == 5
-    assert entry.token_ids == request.token_ids
-    assert (entry.num_prompt_tokens, len(entry.token_ids)) == (6, 11)
+    assert entry.first_token == entry.num_computed_tokens == 8
+    assert entry.token_ids == request.token_ids[8:]
+    assert (entry.num_prompt_tokens, entry.first_token + len(entry.token_ids)) == (6, 11)
     assert entry.num_computed_tokens + row_of(plan, request) == 11
     driver.run()
     driver.check_outputs()

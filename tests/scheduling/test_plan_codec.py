@@ -52,11 +52,13 @@ PARAMS = st.builds(
 @st.composite
 def slot_inits(draw: st.DrawFn) -> SlotInit:
     token_ids = draw(st.lists(IDS, max_size=40))
+    first = draw(st.integers(0, 2**20))
     return SlotInit(
         slot=draw(IDS),
+        first_token=first,
         token_ids=token_ids,
-        num_prompt_tokens=draw(st.integers(0, len(token_ids))),
-        num_computed_tokens=draw(st.integers(0, len(token_ids))),
+        num_prompt_tokens=draw(st.integers(0, first + len(token_ids))),
+        num_computed_tokens=draw(st.integers(first, first + len(token_ids))),
         block_ids=draw(st.lists(IDS, max_size=8)),
         params=draw(PARAMS),
         seed=draw(st.integers(INT64_MIN, INT64_MAX)),
@@ -93,6 +95,7 @@ def steady_plan() -> StepPlan:
 def small_plan(**params: object) -> StepPlan:
     entry = SlotInit(
         slot=1,
+        first_token=0,
         token_ids=[5, 6, 7],
         num_prompt_tokens=3,
         num_computed_tokens=0,

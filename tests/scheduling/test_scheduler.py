@@ -211,3 +211,19 @@ def test_a_preempted_request_is_late_only_behind_those_who_wrote_before_it_came(
     assert first.writing_since == second.writing_since == 2  # both had come
     driver.run()
     driver.check_outputs()
+
+
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.2}, {"presence_penalty": 1.0}, {"bad_word_ids": [[3, 4]]}], ids=str
+)
+def test_a_request_that_looks_back_is_sent_with_the_tokens_of_its_hit(options):
+    driver = Driver(num_blocks=20, block_size=4)
+    prompt = list(range(9))
+    driver.add("first", prompt, max_tokens=1)
+    driver.run()
+    driver.add("plain", [*prompt, 1], max_tokens=1)
+    driver.add("looks back", [*prompt, 2], max_tokens=1, **options)
+    plain, looks_back = driver.launch().added
+    assert plain.num_computed_tokens == looks_back.num_computed_tokens == 8
+    assert (plain.first_token, list(plain.token_ids)) == (8, [prompt[8], 1])
+    assert (looks_back.first_token, list(looks_back.token_ids)) == (0, [*prompt, 2])

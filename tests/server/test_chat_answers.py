@@ -203,11 +203,17 @@ def test_reasoning_tokens_are_those_up_to_the_end_of_the_thinking(scripted, grou
     assert scripted.openai.completions.create(model=MODEL, prompt="x").usage.completion_tokens_details is None
 
 
-def test_a_prompt_that_closes_the_thinking_leaves_content_only(scripted):
+def test_rsn_01_a_prompt_that_closes_the_thinking_leaves_content_only(scripted):
     scripted.write("Just text.")
     message = ask(scripted, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).choices[0].message
     assert scripted.client.prompt.endswith("<think>\n\n</think>\n\n")
     assert message.to_dict() == {"role": "assistant", "content": "Just text."}
+    scripted.write("<think>abc</think>xyz")
+    split = {"reasoning_content": "abc", "reasoning": "abc", "content": "xyz"}
+    for thinking, parts in ((False, {"content": "<think>abc</think>xyz"}), (True, split)):
+        options = {"extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}}}
+        (message,), _, _ = streamed(scripted, **options)
+        assert message == {"role": "assistant", **parts} == message_of(ask(scripted, **options))
 
 
 def test_stop_strings_end_the_answer_but_not_the_thinking(scripted):
@@ -219,6 +225,17 @@ def test_stop_strings_end_the_answer_but_not_the_thinking(scripted):
     # A completion has no thinking.
     text = scripted.openai.completions.create(model=MODEL, prompt="x", stop=["STOP"], max_tokens=50).choices[0].text
     assert text == "<think>\nShould I "
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 100])
+def test_rsn_05_text_held_back_for_a_stop_string_moves_no_border(scripted, group):
+    scripted.write("<think>\nabc zz\n</think>\n\nxyz zzz.", group=group)
+    for options in ({}, {"stop": ["zzzzzzzz"]}, {"stop": ["zz\n</think>zz", "</think>\n\nz"]}):
+        (message,), _, usage = streamed(scripted, **options)
+        assert (message["reasoning_content"], message["content"]) == ("abc zz", "xyz zzz.")
+        whole = ask(scripted, **options)
+        assert without_ids(message) == message_of(whole)
+        assert usage == whole.usage
 
 
 def test_without_the_alias_thinking_has_one_name(scripted, monkeypatch):

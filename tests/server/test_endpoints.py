@@ -7,6 +7,8 @@ import http.client
 import json
 import socket
 import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -272,6 +274,64 @@ def test_api_09_prompt_and_output_share_the_context(server):
     for more in ({"stream": True}, {"max_tokens": 5}):
         error = server.ask(CHAT, {"messages": [{"role": "user", "content": "a b " * 400}], **more}).error
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_sch_03_prompts_that_are_too_long_are_refused_beside_a_stream_that_goes_on(server):
+    witness = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, **GREEDY}
+    alone = text_of(server.stream(COMPLETIONS, witness))
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(server.stream, COMPLETIONS, witness)
+        wait_until(lambda: server.num_running() == 1)
+        for num_tokens in (512, 513, 5120):
+            for more in ({}, {"stream": True}, {"n": 4, "temperature": 1.0}):
+                answer = server.ask(COMPLETIONS, {"prompt": [7] * num_tokens, **more})
+                assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+                assert answer.headers["Content-Type"].startswith("application/json")
+                assert str(num_tokens) in answer.error["message"]
+                assert "512 tokens" in answer.error["message"]
+        assert text_of(stream.result(60)) == alone
+    assert server.ask("/health").status == 200
+
+
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_lpb_06_logprobs_have_openais_shape_and_are_those_of_the_model(server, temperature):
+    """Raw: whatever the temperature and the filters, as a prompt's, which nothing was sampled for."""
+    sampling = {"temperature": temperature, "top_k": 5, "seed": 3, "max_tokens": 6, "ignore_eos": True}
+    for count in (0, 5):
+        body = {"prompt": PROMPT, "logprobs": count, "return_token_ids": True, **sampling}
+        choice = server.ask(COMPLETIONS, body).json["choices"][0]
+        logprobs = choice["logprobs"]
+        assert set(logprobs) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+        assert [len(values) for values in logprobs.values()] == [6] * 4
+        for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]):
+            assert top[token] == value
+            assert max(count, 1) <= len(top) <= count + 1
+        ids = choice["prompt_token_ids"] + choice["token_ids"]
+        scored = server.ask(COMPLETIONS, {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}).json
+        again = scored["choices"][0]["logprobs"]["token_logprobs"][-6:]
+        assert again == pytest.approx(logprobs["token_logprobs"], abs=1e-4)
+    for count in (0, 1, 20):
+        body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": count, **sampling}
+        content = server.ask(CHAT, body).json["choices"][0]["logprobs"]["content"]
+        assert len(content) == 6
+        for item in content:
+            assert set(item) == {"token", "logprob", "bytes", "top_logprobs"}
+            if not item["token"].startswith("bytes:"):  # a part of a character
+                assert bytes(item["bytes"]).decode() == item["token"]
+            assert item["logprob"] <= 0  # whether or not it is among the top ones
+            assert all(set(top) == {"token", "logprob", "bytes"} for top in item["top_logprobs"])
+            values = [top["logprob"] for top in item["top_logprobs"]]
+            assert values == sorted(values, reverse=True)
+            assert len(values) == count
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_sec_13_a_body_full_of_errors_gets_a_short_answer_without_its_text(server, path):
+    messages = [{"role": "secret" * 140, "content": 5}] * 1000
+    answer = server.ask(path, {"messages" if path == CHAT else "input": messages})
+    assert answer.status == 400
+    assert len(answer.body) < 1000
+    assert answer.body.count(b"secret") < 20
 
 
 def test_api_01_api_02_prompts_that_are_none(server):
@@ -546,6 +606,44 @@ def test_every_request_leaves_a_line_without_its_text(server):
     for part in ("prompt_tokens=", "output_tokens=2", "cached_tokens=0", "queue_s=", "finish_reason=length"):
         assert part in line
     assert "secret" not in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            COMPLETIONS,
+            {"prompt": "secret", "temperature": 9},
+            'status=400 param=temperature reason="temperature is 9.0; it must be in [0, 2]"',
+        ),
+        (COMPLETIONS, {"prompt": {"secret": "secret"}}, 'status=400 param=prompt reason="prompt is …"'),
+        (COMPLETIONS, {"prompt": "secret " * 9000}, "status=400 code=context_length_exceeded param=prompt "),
+        (COMPLETIONS, {"prompt": "secret", "max_tokens": 10**6}, "reason=\"This model's maximum context length is "),
+        (
+            COMPLETIONS,
+            {"prompt": "secret", "structured_outputs": {"regex": "(secret"}},
+            "reason=\"the output's grammar",
+        ),
+        (COMPLETIONS, {"prompt": "secret", "model": "x"}, "status=404 code=model_not_found param=model "),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": ["secret"]}]},
+            'param=messages reason="messages[0].content[0] is of type …"',
+        ),
+        (CHAT, {"messages": "secret"}, 'status=400 param=messages reason="messages is …"'),
+        ("/tokenize", {"prompt": ["secret"]}, "path=/tokenize status=400 param=prompt "),
+        ("/v1/nothing", {"prompt": "secret"}, "path=/v1/nothing status=404 code=unknown_url "),
+    ],
+)
+def test_a_request_that_fails_leaves_a_line_with_the_reason_and_without_its_text(server, path, body, words):
+    request_id = uuid.uuid4().hex
+    answer = server.ask(path, body, headers={"X-Request-Id": request_id})
+    server.wait_for_log(f"request failed request_id=\\S*{request_id}", 20)
+    (line,) = [line for line in server.log if request_id in line]
+    assert words in line
+    assert f"status={answer.status} " in line
+    assert "secret" not in line
+    assert len(line) < 600
 
 
 def test_dtk_06_two_hundred_streams_at_once_are_not_mixed_up(server, monkeypatch):

@@ -223,6 +223,10 @@ def test_a_model_may_think_first_and_the_answer_after_it_is_held(server, ids, op
         (COMPLETIONS, {"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
         (COMPLETIONS, {"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
         (COMPLETIONS, {"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        (COMPLETIONS, {"structured_outputs": {"json": {"properties": {"a": "string"}}}}, "structured_outputs"),
+        (COMPLETIONS, {"structured_outputs": {"json": {"$ref": "#/nothing"}}}, "structured_outputs"),
+        (COMPLETIONS, {"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "[a"}}, "structured_outputs"),
         (COMPLETIONS, {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [300]}, "allowed_token_ids"),
         (COMPLETIONS, {"guided_choice": ["a"]}, "guided_choice"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
@@ -233,7 +237,7 @@ def test_a_model_may_think_first_and_the_answer_after_it_is_held(server, ids, op
         ),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(server, path, fields, param):
+def test_sec_07_what_cannot_be_kept_is_refused_by_name(server, path, fields, param):
     body = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x"}}[path]
     answer = server.ask(path, {**body, **fields, "stream": True})
     assert answer.status == 400, answer.body

@@ -73,13 +73,13 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_arguments_are_passed_on_as_written(arguments):
+def test_tol_01_tol_04_arguments_are_passed_on_as_written(arguments):
     assert everywhere(call("f", arguments)) == ("", "", [("f", arguments)], "tool_calls")
     assert isinstance(json.loads(arguments), dict)
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_every_prefix_of_the_arguments_is_shown_as_it_comes(arguments):
+def test_tol_02_every_prefix_of_the_arguments_is_shown_as_it_comes(arguments):
     parser = ToolCallParser()
     shown, fed = "", ""
     for char in call("f", arguments):
@@ -181,7 +181,7 @@ def test_a_tag_outside_strings_ends_arguments_that_lack_a_bracket():
     assert everywhere(no_tag)[2] == [("f", '{"a": [1\n<tool_</tool_cal ')]
 
 
-def test_cut_off_by_the_token_limit():
+def test_tol_04_cut_off_by_the_token_limit():
     text = call("f", '{"a": {"b": "c </tool_call>"}, "d": 1}')
     for end in range(len(text)):
         _, content, calls, reason = everywhere(text[:end], reason="length")

@@ -191,7 +191,7 @@ def test_messages_are_not_changed(qwen):
 
 
 @pytest.mark.parametrize("kwargs", [{"chat_template": "x"}, {"messages": []}, {"tools": []}, [1], {"tokenize": True}])
-def test_template_arguments_cannot_replace_those_of_the_call(tiny, kwargs):
+def test_sec_10_template_arguments_cannot_replace_those_of_the_call(tiny, kwargs):
     with pytest.raises(RequestError) as caught:
         tiny.apply_chat_template([USER], chat_template_kwargs=kwargs)
     assert caught.value.param == "chat_template_kwargs"

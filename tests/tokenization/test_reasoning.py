@@ -112,7 +112,7 @@ def test_any_cut_gives_what_the_rules_say_of_the_whole_text(text, prompt, detect
         (CONTINUED, " is <think>", ("", " is <think>")),
     ],
 )
-def test_the_rules(prompt, text, expected):
+def test_rsn_03_rsn_06_the_rules(prompt, text, expected):
     for width in (1, 2, 3, 7, 100):
         assert split(text, prompt, cut(text, width))[:2] == expected
 

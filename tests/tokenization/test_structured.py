@@ -533,6 +533,31 @@ def repeated(inner: st.SearchStrategy) -> st.SearchStrategy:
     )
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"regex": "(a\nb[\nc"}, r"regular expression: unclosed character class, near '(a\\nb[\\nc'"),
+        ({"regex": "x" * 300 + "(?=a)" + "y" * 300}, f"is not supported, near '{'x' * 16}(?=a){'y' * 11}'"),
+        ({"json": {"type": "string", "pattern": "(a"}}, "regular expression: unclosed group, near '(a'"),
+        ({"grammar": 'start: foo\nfoo: "a"\n  | bar\nbar: (('}, r"line 4: Expected token ')', found '\n'"),
+        ({"grammar": 'start: foo\nfoo: "a"\n  | bar\nbar: (('}, r"near 'bar: (('"),
+        ({"grammar": "start: a\n" + "x" * 5000}, "line 2: "),
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+    ],
+)
+def test_what_is_wrong_with_a_grammar_is_one_line_that_says_where(
+    spec: dict[str, Any], words: str, compiler: GrammarCompiler
+):
+    with pytest.raises(RequestError) as error:
+        compiler.check(StructuredOutputs(**spec))
+    message = str(error.value)
+    assert words in message
+    assert "\n" not in message
+    assert " | " not in message
+    assert "^" not in message
+    assert len(message) < 350
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.recursive(regex_atoms, repeated, max_leaves=10), st.sampled_from(["", "*", "+", "?"]))
 def test_counted_repetitions_multiply_and_others_do_not(drawn, suffix):

@@ -1,6 +1,7 @@
 """Command lines of `bench …` and `results …`: arguments in, tables out. `cli` calls it; every command loads lazily.
 
-A command is a module of this package with `add_arguments(parser)` and `run(args) -> exit code`. Exit codes: 0 done,
+A command is a module of this package with `add_arguments(parser)`, `run(args) -> exit code` and, if it takes more than
+options, `USAGE`. Exit codes: 0 done,
 1 a check failed or a figure got worse, 2 bad input, 130 interrupted (what was measured is kept).
 """
 
@@ -10,6 +11,8 @@ import argparse
 import importlib
 import importlib.util
 from collections.abc import Sequence
+
+from qwen_engine.engine_args import HelpFormatter
 
 DESCRIPTIONS = {
     "bench": "Measure an engine.",
@@ -38,8 +41,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser(
             prog=f"python -m qwen_engine {group}",
             description=DESCRIPTIONS[group],
-            epilog="commands:\n" + "\n".join(f"  {name:12}{text}" for name, text in commands.items()),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog="commands:\n"
+            + "\n".join(f"  {name:12}{text}" for name, text in commands.items())
+            + "\n\nEach has a --help of its own.",
+            usage=f"python -m qwen_engine {group} {'|'.join(commands)} [options]",
+            formatter_class=HelpFormatter,
         )
         parser.add_argument("command", choices=list(commands), metavar="|".join(commands), help="see below")
         parser.parse_args(rest)
@@ -48,7 +54,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m qwen_engine {group} {rest[0]}",
         description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"%(prog)s {getattr(module, 'USAGE', '[options]')}",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(verbose=False, run=module.run, argv=list(argv))

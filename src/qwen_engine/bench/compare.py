@@ -16,6 +16,7 @@ from qwen_engine.bench.output import fraction, number
 from qwen_engine.bench.results import device_label, read_result
 from qwen_engine.errors import shown
 
+USAGE = "OLD NEW [options]"
 # Of a metric's name, phases in front and all: what tells that more is better, or less. Others are no judgement.
 _HIGHER = re.compile(
     r"(_tok_s|_per_s|throughput|goodput|hit_rate|speedup|_t(b|flop)_s_per_rank|kv_cache_tokens|_gb_per_s|_acc|_acc_norm|_exact_match)$"
@@ -39,7 +40,7 @@ class Line:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, help="the result to measure against")
     parser.add_argument("new", type=Path, help="the result in question")
-    parser.add_argument("--tolerance", default="3%", help="how much worse a figure may be (3%%)")
+    parser.add_argument("--tolerance", default="3%", metavar="SHARE", help="how much worse a figure may be")
 
 
 def run(args: argparse.Namespace) -> int:

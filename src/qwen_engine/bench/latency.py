@@ -11,6 +11,7 @@ import statistics
 import sys
 from typing import Any
 
+from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import (
     BatchRun,
     Measurement,
@@ -24,7 +25,7 @@ from qwen_engine.bench.load import (
     run_random,
     statistics_of,
 )
-from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
 from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.llm import LLM
@@ -33,11 +34,11 @@ NUM_FIRST_RUNS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=at_least(1), default=8, help="requests (8)")
-    parser.add_argument("--input-len", type=at_least(1), default=32, help="prompt tokens (32)")
-    parser.add_argument("--output-len", type=at_least(1), default=128, help="output tokens (128)")
+    parser.add_argument("--batch-size", type=at_least(1), default=8, help="requests in the batch")
+    parser.add_argument("--input-len", type=at_least(1), default=32, help="prompt tokens of each")
+    parser.add_argument("--output-len", type=at_least(1), default=128, help="output tokens of each")
     parser.add_argument("--num-iters-warmup", type=at_least(0), default=10, help="iterations before the measured ones")
-    parser.add_argument("--num-iters", type=at_least(1), default=30, help="measured iterations (30)")
+    parser.add_argument("--num-iters", type=at_least(1), default=30, help="measured iterations")
     add_common_arguments(parser)
 
 

@@ -39,16 +39,18 @@ Row = dict[str, Any]
 
 
 class PromptSource:
-    """Random prompts. Every call draws new ones; `seed` None differs from run to run, and is then chosen here."""
+    """Random prompts. Every call draws new ones, and so do sources of another `label`; `seed` None differs from run to
+    run, and is then chosen here."""
 
-    def __init__(self, vocab_size: int, seed: int | None = None) -> None:
+    def __init__(self, vocab_size: int, seed: int | None = None, *, label: str = "") -> None:
         self.seed = secrets.randbits(32) if seed is None else seed
+        self._label = label
         self._num_ids = min(vocab_size, _LARGEST_TOKEN_ID)
         self._num_calls = 0
 
     def draw(self, name: str, lengths: Sequence[int], prefix: Sequence[int] = ()) -> list[list[int]]:
         """Prompts of these lengths in tokens, `prefix` at the head of each."""
-        rng = np.random.default_rng([self.seed, self._num_calls, zlib.crc32(name.encode())])
+        rng = np.random.default_rng([self.seed, self._num_calls, zlib.crc32(f"{self._label}/{name}".encode())])
         self._num_calls += 1
         return [[*prefix, *rng.integers(self._num_ids, size=length - len(prefix)).tolist()] for length in lengths]
 

@@ -206,13 +206,15 @@ def _roofline(entries: Sequence[Entry]) -> Plot | None:
         ceiling = CEILINGS[device]
         xs = np.geomspace(0.5, 1000, 200)
         roof = np.minimum(xs * ceiling.bytes_s, ceiling.flop_s) / 1e12
-        label = f"{device}: {ceiling.bytes_s / 1e12:.2f} TB/s, {ceiling.flop_s / 1e12:.0f} TFLOP/s"
+        label = f"{device}: {ceiling.bytes_s / 1e12:.2f} TB/s, {ceiling.flop_s / 1e12:.0f} TFLOP/s, measured"
         axes.plot(xs, roof, color="black", linewidth=1, label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
     _plain_ticks(axes)
     _legend_below(figure, axes)
-    roofs = "below the measured limits of the device" if devices else "(no limits are known for these devices)"
+    roofs = "(no limits are known for these devices)"
+    if devices:
+        roofs = "below the limits of the device, as benchmarks/kernels.py measured them"
     return "roofline", f"Decode steps {roofs}; beside each point, requests at once", figure
 
 

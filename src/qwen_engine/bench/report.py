@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_engine.bench import standing
+from qwen_engine.bench.figures import LOAD_FIGURES, cell, figures_of, legend, loads_of, remarks
 from qwen_engine.bench.output import add_results_dir_argument, number
 from qwen_engine.bench.results import ResultError, device_label, model_label, read_result, write_atomically
 from qwen_engine.config import EngineConfig
@@ -136,9 +137,8 @@ def _head(shown: Sequence[Entry], num_entries: int) -> str:
         + (f" ({older} older ones of the same runs are not shown)" if older else "")
         + f". {verdict}\n\n"
         "Prompts are random tokens, new in every run, and outputs greedy with end-of-sequence ignored, unless a table "
-        "says otherwise. "
-        "*First token* is the time until every request of a batch has its first token, when that is all that is asked "
-        "for (best run); a *decode step* is (whole batch - first token) / (output tokens - 1)."
+        "says otherwise. A load is requests × (prompt + output tokens), all sent at once. Where a table has no other "
+        f"legend:\n\n{legend(LOAD_FIGURES)}"
     )
 
 
@@ -169,59 +169,9 @@ def _standings(entries: Sequence[Entry]) -> list[str]:
     return parts
 
 
-# Table columns: heading with its unit, and the metric or metrics; the load's prefix goes in front, or where {} is.
-_LOAD_COLUMNS = (
-    ("first token, s", "first_token_s"),
-    ("prefill, tok/s", "prefill_tok_s"),
-    ("decode step, ms", "decode_step_ms"),
-    ("decode, tok/s", "decode_tok_s"),
-    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms")),
-    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms")),
-    ("output, tok/s", "output_tok_s"),
-)
-_SERVE_COLUMNS = (
-    ("requests/s", "request_throughput"),
-    ("output, tok/s", "output_throughput"),
-    ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms")),
-    ("TPOT median / p99, ms", ("median_tpot_ms", "p99_tpot_ms")),
-    ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms")),
-)
-_COLUMNS = {
-    "throughput": (
-        ("requests/s", "requests_per_s"),
-        ("output, tok/s", "output_tok_s"),
-        ("prompt + output, tok/s", "total_tok_s"),
-        ("TTFT median / p99, ms", ("median_ttft_ms", "p99_ttft_ms")),
-        ("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms")),
-    ),
-    "startup": (
-        ("imports, s", "import_s"),
-        ("load, s", "load_s"),
-        ("ready, s", "ready_s"),
-        ("first token out, s", "first_output_s"),
-    ),
-    "serve": _SERVE_COLUMNS,
-    "server-cost": (
-        ("TTFT: engine / added, ms", ("engine_median_ttft_ms", "ttft_ms_added")),
-        ("TPOT: engine / added, ms", ("engine_median_tpot_ms", "tpot_ms_added")),
-        ("ITL: engine / added, ms", ("engine_median_itl_ms", "itl_ms_added")),
-        ("CPU of the API process, us a token", "server_api_cpu_us_per_token"),
-    ),
-    "validate": (
-        ("first token, s", "first_token_s"),
-        ("Transformers, s", "transformers_{}first_token_s"),
-        ("decode, tok/s", "decode_tok_s"),
-        ("Transformers, tok/s", "transformers_{}decode_tok_s"),
-    ),
-    "load": (
-        ("checkpoint, bytes", "checkpoint_bytes"),
-        ("ready at first / at best, s", ("first_ready_s", "ready_s")),
-        ("read, GB/s", "load_gb_per_s"),
-        ("host memory of a rank, GB: peak / anonymous", ("host_peak_gb", "host_anonymous_gb")),
-    ),
-}
 _PURPOSES = {
     "validate": "the engine against Transformers on the same weights",
+    "long-context": "one prompt near the end of a context that YaRN has extended",
     "load": "a checkpoint of random weights from disk",
     "throughput": "many requests at once",
     "latency": "one batch, repeated",
@@ -234,78 +184,23 @@ _PURPOSES = {
 
 def _section(name: str, entries: Sequence[Entry]) -> str:
     purpose = _PURPOSES.get(name) or entries[0].result["parameters"].get("purpose")
-    columns = _COLUMNS.get(name, _LOAD_COLUMNS)
+    figures = figures_of(name)
     lines = [f"## {name}" + (f": {purpose}" if purpose else ""), ""]
-    headings = ["setting", "load", *(heading for heading, _ in columns), "status"]
+    headings = ["setting", "load", *(figure.label for figure in figures), "status"]
     lines += [_row(headings), _row(["---"] * len(headings))]
     for entry in entries:
-        for label, prefix in _loads(entry.result):
-            cells = [_cell(entry.result["metrics"], names, prefix) for _, names in columns]
-            lines.append(_row([entry.setting, label, *cells, _status(entry.result)]))
+        for load in loads_of(entry.result):
+            cells = [cell(entry.result["metrics"], figure, load) for figure in figures]
+            lines.append(_row([entry.setting, load.label, *cells, _status(entry.result)]))
+    if figures is not LOAD_FIGURES and any(figure.meaning for figure in figures):
+        lines += ["", legend(figures)]
     for entry in entries:
-        metrics = entry.result["metrics"]
-        if metrics.get("prefix_hit_rate") is not None:
-            lines += [
-                "",
-                f"{entry.setting}: {100 * metrics['prefix_hit_rate']:.2f} % of the hot prompts' tokens came from the "
-                f"prefix cache; first tokens came {number(metrics.get('prefill_speedup'))} times sooner (after "
-                f"{number(metrics.get('hot_first_token_s'))} s, cold {number(metrics.get('cold_first_token_s'))} s).",
-            ]
+        lines += [line for remark in remarks(entry.result) for line in ("", f"{entry.setting}: {remark}")]
         for check in entry.result["checks"]:
             if not check["passed"]:
                 lines += ["", f"**{entry.setting}: check failed**: {check['name']}: {check['detail']}"]
         lines += [line for note in entry.result["notes"] for line in ("", f"{entry.setting}: {note}.")]
     return "\n".join(lines)
-
-
-def _loads(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what was asked, prefix of its metrics) for each measured load of a result."""
-    parameters = result["parameters"]
-    if "phases" in parameters:
-        measured = [phase for phase in parameters["phases"] if phase["num_first_runs"]]
-        return [
-            (
-                f"{phase['num_requests']} × ({parameters['prompt_tokens']} + {phase['output_tokens']})"
-                + (f", {phase['name']}" if len(measured) > 1 else ""),
-                f"{phase['name']}_" if len(measured) > 1 else "",
-            )
-            for phase in measured
-        ]
-    if "batches" in parameters:
-        return [(f"{batch} × {parameters['prompt_len']}", f"batch{batch}_") for batch in parameters["batches"]]
-    if "streams" in parameters:
-        lengths = f"({parameters['input_len']} + {parameters['output_len']})"
-        return [(f"{count} × {lengths}", f"streams{count}_") for count in parameters["streams"]]
-    if "request_rate" in parameters:
-        return [(_serve_load(parameters), "")]
-    count = parameters.get(
-        "batch_size", parameters.get("num_prompts", parameters.get("num_iters", parameters.get("repeats")))
-    )
-    if "output_len" in parameters:
-        spread = parameters.get("random_range_ratio")
-        around = f" ± {100 * spread:g} %" if spread else ""
-        kind = ", chat" if parameters.get("dataset_name") == "chat" else ""
-        return [(f"{count} × ({parameters.get('input_len')} + {parameters['output_len']}){around}{kind}", "")]
-    return [("" if count is None else f"{count} times", "")]
-
-
-def _serve_load(parameters: Mapping[str, Any]) -> str:
-    lengths = [
-        f"{name.removeprefix('random_').removeprefix('prefix_repetition_').replace('_', ' ')} {value}"
-        for name, value in parameters.items()
-        if name.endswith(("_len", "_ratio", "_num_prefixes")) and value
-    ]
-    rate, most = parameters["request_rate"], parameters["max_concurrency"]
-    arrival = "all at once" if rate == "inf" else f"{rate:g} a second"
-    limit = "" if most is None else f", at most {most} at once"
-    kind = f"{parameters['num_prompts']} × {parameters['dataset_name']}"
-    return f"{kind}{' (' + ', '.join(lengths) + ')' if lengths else ''}, {arrival}{limit}"
-
-
-def _cell(metrics: Mapping[str, float | None], names: str | tuple[str, ...], prefix: str) -> str:
-    names = (names,) if isinstance(names, str) else names
-    keys = [name.replace("{}", prefix) if "{}" in name else prefix + name for name in names]
-    return " / ".join(number(metrics.get(key)) for key in keys)
 
 
 def _status(result: Mapping[str, Any]) -> str:

@@ -165,8 +165,10 @@ def read_result(path: Path) -> dict[str, Any]:
     """Reads and validates a result. Raises ResultError in one line."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResultError(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise ResultError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ResultError(f"{path} is no JSON, so no result; results are the files that benchmarks write") from None
     validate(content, str(path))
     return content
 
@@ -174,7 +176,7 @@ def read_result(path: Path) -> dict[str, Any]:
 def validate(content: Any, where: str) -> None:
     """Raises ResultError, naming `where`, if `content` does not follow the schema."""
     if not isinstance(content, dict) or "schema_version" not in content:
-        raise ResultError(f"{where} is not a result: it has no schema_version")
+        raise ResultError(f"{where} is no result of a benchmark: it has no schema_version")
     if content["schema_version"] != SCHEMA_VERSION:
         raise ResultError(
             f"{where} has schema_version {shown(content['schema_version'])}; this program reads {SCHEMA_VERSION}"

@@ -1,7 +1,4 @@
-"""`bench serve`: load on a running OpenAI-compatible server, and what its users would feel.
-
-    flags ─► Samples (serve_load) ─► ServeRequests ─► ServeResults (serve_client) ─► report (serve_report)
-                                                                               table on stdout, result file
+"""Puts load on a running OpenAI-compatible server and reports what its users would feel.
 
 Flags and the names of figures are those of `vllm bench serve`: numbers are in the result's `metrics`, settings in its
 `parameters`. One difference: without `--seed` every run draws new prompts, because a repeated run would measure the
@@ -46,6 +43,9 @@ from qwen_engine.bench.serve_report import (
 )
 from qwen_engine.errors import ConfigError, shown
 
+# flags ─► Samples (serve_load) ─► ServeRequests ─► ServeResults (serve_client) ─► report (serve_report)
+#                                                                            table on stdout, result file
+
 LAG_PERIOD_S = 0.05
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 IDLE_GPU_BYTES = 1 << 30
@@ -55,13 +55,15 @@ IDLE_GPU_BYTES = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench serve` to `parser`."""
     server = parser.add_argument_group("server")
-    server.add_argument("--backend", choices=sorted(ENDPOINTS), default="openai", help="completions (default), or chat")
+    server.add_argument("--backend", choices=sorted(ENDPOINTS), default="openai", help="API: completions, or chat")
     server.add_argument("--base-url", help="like http://host:8000; instead of --host and --port")
-    server.add_argument("--host", default="127.0.0.1")
-    server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--host", default="127.0.0.1", help="where the server is")
+    server.add_argument("--port", type=int, default=8000, metavar="N", help="and its port")
     server.add_argument("--endpoint", help="path of the API (default: that of the backend)")
     server.add_argument("--model", help="model name to send (default: the first that the server lists)")
-    server.add_argument("--temperature", type=float, default=0.0, help="0 (default) always takes the likeliest token")
+    server.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="0 always takes the most likely token"
+    )
     server.add_argument("--ignore-eos", action="store_true", help="ask for outputs of exactly the wanted length")
     server.add_argument(
         "--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields of each request"
@@ -69,35 +71,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     data = parser.add_argument_group("prompts (lengths in tokens)")
     names = ("random", "custom", "sharegpt", "prefix_repetition")
-    data.add_argument("--dataset-name", choices=names, default="random")
+    data.add_argument("--dataset-name", choices=names, default="random", help="where prompts come from")
     data.add_argument("--dataset-path", type=Path, help="the file of custom (JSON lines with 'prompt') and sharegpt")
     data.add_argument("--tokenizer", help="model folder or repository; makes lengths of random prompts exact")
-    data.add_argument("--num-prompts", type=int, default=1000)
-    data.add_argument("--num-warmups", type=int, default=0, help="requests sent before, and not measured")
-    data.add_argument("--seed", type=int, help="repeat the prompts and arrivals of that seed (default: new ones)")
-    data.add_argument("--random-input-len", type=int, default=1024)
-    data.add_argument("--random-output-len", type=int, default=128)
-    data.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down")
-    data.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts share, added in front")
-    data.add_argument("--custom-output-len", type=int, default=256)
-    data.add_argument("--sharegpt-output-len", type=int, help="instead of the length of the recorded answer")
-    data.add_argument("--prefix-repetition-prefix-len", type=int, default=256)
-    data.add_argument("--prefix-repetition-suffix-len", type=int, default=256)
-    data.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
-    data.add_argument("--prefix-repetition-output-len", type=int, default=128)
+    data.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="requests")
+    data.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests sent before, and not measured")
+    data.add_argument(
+        "--seed", type=int, metavar="N", help="repeat the prompts and arrivals of that seed (default: new ones)"
+    )
+    data.add_argument("--random-input-len", type=int, default=1024, metavar="N", help="prompt tokens of each")
+    data.add_argument("--random-output-len", type=int, default=128, metavar="N", help="output tokens of each")
+    data.add_argument(
+        "--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share up and down"
+    )
+    data.add_argument(
+        "--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share, added in front"
+    )
+    data.add_argument("--custom-output-len", type=int, default=256, metavar="N", help="output tokens of each")
+    data.add_argument(
+        "--sharegpt-output-len",
+        type=int,
+        metavar="N",
+        help="output tokens (default: as many as the recorded answer has)",
+    )
+    data.add_argument("--prefix-repetition-prefix-len", type=int, default=256, metavar="N", help="tokens of a prefix")
+    data.add_argument("--prefix-repetition-suffix-len", type=int, default=256, metavar="N", help="tokens behind it")
+    data.add_argument(
+        "--prefix-repetition-num-prefixes", type=int, default=10, metavar="N", help="prefixes that prompts share"
+    )
+    data.add_argument(
+        "--prefix-repetition-output-len", type=int, default=128, metavar="N", help="output tokens of each"
+    )
 
     load = parser.add_argument_group("load")
-    load.add_argument("--request-rate", type=float, default=math.inf, help="requests per second (default inf: at once)")
-    load.add_argument("--burstiness", type=float, default=1.0, help="shape of the gaps: 1 Poisson, less is burstier")
-    load.add_argument("--max-concurrency", type=int, help="most requests in flight; with rate inf a closed loop")
+    load.add_argument(
+        "--request-rate", type=float, default=math.inf, metavar="X", help="requests per second; inf sends all at once"
+    )
+    load.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="shape of the gaps between requests: 1 is Poisson, less is burstier",
+    )
+    load.add_argument("--max-concurrency", type=int, metavar="N", help="most requests in flight (default: any number)")
 
     report = parser.add_argument_group("report")
-    report.add_argument("--percentile-metrics", type=_metrics, default=METRICS, help=f"default {','.join(METRICS)}")
-    report.add_argument("--metric-percentiles", type=_percentiles, default=(50, 90, 95, 99), help="default 50,90,95,99")
-    report.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="SLOs, like ttft:500 tpot:50 e2el:3000")
+    report.add_argument(
+        "--percentile-metrics",
+        type=_metrics,
+        default=METRICS,
+        metavar="LIST",
+        help=f"latencies, in ms (default: {','.join(METRICS)})",
+    )
+    report.add_argument(
+        "--metric-percentiles",
+        type=_percentiles,
+        default=(50, 90, 95, 99),
+        metavar="LIST",
+        help="of those (default: 50,90,95,99)",
+    )
+    report.add_argument(
+        "--goodput",
+        nargs="+",
+        metavar="METRIC:MS",
+        help="also count the requests within these limits, like ttft:500 tpot:50 e2el:3000",
+    )
     add_results_dir_argument(report)
     report.add_argument("--save-result", action="store_true", help="accepted as vLLM's flag; every run is saved")
-    report.add_argument("--save-detailed", action="store_true", help="also each request's text and gaps")
+    report.add_argument("--save-detailed", action="store_true", help="also save each request's text and gaps")
     report.add_argument("--label", help="names the server in reports, like vllm-0.24 (default: its address)")
     report.add_argument("--server-device", help="what it runs on (default: this host's GPUs in use, if it runs here)")
     report.add_argument("--disable-tqdm", action="store_true", help="no progress bar")

@@ -16,8 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import PromptSource, check_batches, check_pool, run_batch
-from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
 from qwen_engine.bench.results import FACTS, Check, check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
@@ -27,8 +28,8 @@ SPANS = ("import_s", "load_s", "ready_s", "first_output_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-iters", type=at_least(1), default=3, help="processes that are started (3)")
-    parser.add_argument("--input-len", type=at_least(1), default=128, help="prompt tokens of the first request (128)")
+    parser.add_argument("--num-iters", type=at_least(1), default=3, help="processes to start, one after the other")
+    parser.add_argument("--input-len", type=at_least(1), default=128, help="prompt tokens of the first request")
     # Marks one of the processes that are started: when that was, on the clock that all processes share.
     parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
     add_common_arguments(parser)

@@ -9,18 +9,32 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import STALL_TIMEOUT_S
-from qwen_engine.bench.output import add_common_arguments, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, exit_code
 from qwen_engine.bench.suites import SUITES, run_suites
 from qwen_engine.engine_args import engine_options
 
 
 def add_suite_arguments(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
     """--suite, --scale and --stall-timeout."""
-    parser.add_argument("--suite", default=default, choices=[*SUITES, "all"], help="stress suite to run")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrinks every length and count, e.g. 0.02 on a CPU")
     parser.add_argument(
-        "--stall-timeout", type=float, default=STALL_TIMEOUT_S, help="seconds without any output that fail a suite"
+        "--suite",
+        default=default,
+        choices=[*SUITES, "all"],
+        metavar="NAME",
+        help="suite to run, one of those below, or all",
+    )
+    parser.epilog = "suites:\n" + "\n".join(f"  {suite.name:18}{suite.purpose}" for suite in SUITES.values())
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="X", help="multiplies every length and count, such as 0.02 on a CPU"
+    )
+    parser.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=STALL_TIMEOUT_S,
+        metavar="S",
+        help="seconds without any output that fail a suite",
     )
 
 

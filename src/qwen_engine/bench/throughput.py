@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import (
     PromptSource,
     cached_share,
@@ -25,7 +26,7 @@ from qwen_engine.bench.load import (
     ratio,
     run_random,
 )
-from qwen_engine.bench.output import add_common_arguments, at_least, describe, exit_code
+from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
 from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError
@@ -35,22 +36,22 @@ CHAT_SPREAD = 0.7  # sigma of the logarithm of a length: 90 % lie within a facto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-prompts", "--num-seqs", type=at_least(1), default=256, help="requests (256)")
+    parser.add_argument("--num-prompts", "--num-seqs", type=at_least(1), default=256, help="requests, all sent at once")
     parser.add_argument("--dataset-name", choices=["random", "chat"], default="random", help="spread of the lengths")
     parser.add_argument(
-        "--input-len", "--random-input-len", type=at_least(1), default=1024, help="prompt tokens (1024)"
+        "--input-len", "--random-input-len", type=at_least(1), default=1024, help="prompt tokens of each"
     )
     parser.add_argument(
-        "--output-len", "--random-output-len", type=at_least(1), default=128, help="output tokens (128)"
+        "--output-len", "--random-output-len", type=at_least(1), default=128, help="output tokens of each"
     )
     parser.add_argument(
         "--random-range-ratio",
         type=float,
         default=0.0,
-        help="r: lengths lie evenly in [len * (1 - r), len * (1 + r)] (0)",
+        help="r: lengths lie evenly in [len * (1 - r), len * (1 + r)]",
     )
     parser.add_argument(
-        "--random-prefix-len", type=at_least(0), default=0, help="tokens that all prompts share, on top (0)"
+        "--random-prefix-len", type=at_least(0), default=0, help="tokens that all prompts share, added in front"
     )
     add_common_arguments(parser)
 

@@ -193,7 +193,7 @@ class ModelRunner:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             with self.model.shortened():
-                self.execute(self._largest_step(max_num_batched_tokens))
+                self.execute(self._trial_step(len(self.tables.known_tokens), max_num_batched_tokens))
             torch.cuda.synchronize(self.device)
             activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
             return activation_bytes + self._graph_bytes()
@@ -207,28 +207,35 @@ class ModelRunner:
         self._set_kv_cache(None)
 
     def _launch_all(self, max_num_batched_tokens: int) -> None:
-        for top_p in (0.9, 1.0):
-            self._execute(self._largest_step(max_num_batched_tokens, top_p=top_p), None)
+        max_num_seqs = len(self.tables.known_tokens)
+        # Eager ones: many prompts, a long one, many short ones behind a context.
+        for step in (
+            self._trial_step(max_num_seqs, max_num_batched_tokens),
+            self._trial_step(1, max_num_batched_tokens, top_p=1.0),
+            self._trial_step(max(max_num_seqs // 2, 1), 5 * max_num_seqs, context=1024),
+        ):
+            self._execute(step, None)
         for calls, sizes in self._parts_to_capture():
             # Kernels are chosen anew at powers of two. What another size should want besides, its warm-up compiles.
             for size in (size for size in sizes if size.bit_count() == 1 or size == sizes[-1]):
                 for call in calls.values():
                     call(size)
 
-    def _largest_step(self, max_num_batched_tokens: int, *, top_p: float = 0.9) -> StepPlan:
-        """As many requests and tokens as a step can have, and all that sampling may have to do, eagerly; with top_p 1
-        there is no filter."""
-        max_num_seqs = len(self.tables.known_tokens)
-        num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        length = min(max_num_batched_tokens // num_seqs, self.max_model_len - 1)
+    def _trial_step(self, num_seqs: int, num_tokens: int, *, context: int = 0, top_p: float = 0.9) -> StepPlan:
+        """So many tokens of so many prompts behind a context, and all that sampling may have to do eagerly; no filter
+        with top_p 1."""
+        num_seqs = min(num_seqs, num_tokens)
+        length = min(num_tokens // num_seqs, self.max_model_len - 1)
+        context = min(context, self.max_model_len - 1 - length)
         params = SamplingParams(temperature=1.0, top_p=top_p, repetition_penalty=1.1, logprobs=1)
         added = [
             SlotInit(
                 slot=slot,
+                first_token=context,
                 token_ids=[0] * length,
-                num_prompt_tokens=length,
-                num_computed_tokens=0,
-                block_ids=[0] * -(-length // self.block_size),
+                num_prompt_tokens=context + length,
+                num_computed_tokens=context,
+                block_ids=[0] * -(-(context + length) // self.block_size),
                 params=params,
                 seed=0,
                 stop_ids=(),

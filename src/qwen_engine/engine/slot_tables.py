@@ -70,6 +70,7 @@ class SlotTables:
                         slot=entry.slot,
                         params=entry.params,
                         seed=entry.seed,
+                        num_tokens=entry.first_token + len(entry.token_ids),
                         token_ids=entry.token_ids,
                         num_prompt_tokens=entry.num_prompt_tokens,
                         stop_ids=entry.stop_ids,
@@ -95,14 +96,15 @@ class SlotTables:
         writes = []
         for entry in added:
             slot = entry.slot
-            self.known_tokens[slot] = len(entry.token_ids)
+            self.known_tokens[slot] = entry.first_token + len(entry.token_ids)
             self.computed_tokens[slot] = entry.num_computed_tokens
             self._num_blocks[slot] = len(entry.block_ids)
             self.prompt_tokens[slot] = entry.num_prompt_tokens
             wanted = entry.params.prompt_logprobs
             self.prompt_logprobs[slot] = -1 if wanted is None else wanted
-            for table, row in ((self.token_table, entry.token_ids), (self.block_tables, entry.block_ids)):
+            rows = ((self.token_table, entry.first_token, entry.token_ids), (self.block_tables, 0, entry.block_ids))
+            for table, first, row in rows:
                 values = np.asarray(row, dtype=np.int64)
-                writes.append((table, slot * table.shape[1] + np.arange(len(values)), values))
+                writes.append((table, slot * table.shape[1] + first + np.arange(len(values)), values))
         slots = np.array([entry.slot for entry in added], dtype=np.int64)
         return [*writes, (self.num_tokens, slots, self.known_tokens[slots])]

@@ -30,11 +30,13 @@ _MAX_REPETITION = 1e6  # beyond it nothing changes but the risk of leaving fp32
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """What the sampler needs of a request that takes `slot`. token_ids: every known token, prompt first."""
+    """What the sampler needs of a request that takes `slot`. num_tokens: how many are known; token_ids: every one of
+    them, prompt first, if there are penalties."""
 
     slot: int
     params: SamplingParams
     seed: int
+    num_tokens: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
     stop_ids: Sequence[int]
@@ -116,7 +118,7 @@ class SamplingTables:
 
     def _set_features(self, entry: SlotSampling) -> None:
         slot, params = entry.slot, entry.params
-        num_output = len(entry.token_ids) - entry.num_prompt_tokens
+        num_output = entry.num_tokens - entry.num_prompt_tokens
         filters = not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self._num_logprobs[slot] = params.logprobs or 0
         uses = {

@@ -12,10 +12,12 @@ Releasing a table puts its tail before its head, so a chain is evicted from the 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import sha256
 from struct import pack
+
+import numpy as np
 
 from qwen_engine.errors import QwenEngineError
 
@@ -38,6 +40,42 @@ def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size
     for start in range(0, len(tokens), stride):
         parent = sha256(parent).digest() + tokens[start : start + stride]
         keys.append(parent)
+
+
+class PromptKeys:
+    """Block keys of prompts. What a prompt shares with one of those that came last is not hashed again: comparing is
+    faster by far, and prompts that come together often begin alike."""
+
+    _NUM_REMEMBERED = 4
+    _LEAST_TOKENS = 1024  # fewer are hashed as fast
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._latest: deque[tuple[str | None, np.ndarray, list[BlockKey]]] = deque(maxlen=self._NUM_REMEMBERED)
+
+    def of(self, token_ids: Sequence[int], salt: str | None) -> list[BlockKey]:
+        """What `extend_block_keys` makes of an empty list."""
+        keys: list[BlockKey] = []
+        if len(token_ids) < self._LEAST_TOKENS:
+            extend_block_keys(keys, token_ids, self._block_size, salt)
+            return keys
+        tokens = np.frombuffer(pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
+        for other_salt, other_tokens, other_keys in self._latest:
+            if other_salt == salt:
+                num_shared = _num_shared(tokens, other_tokens) // self._block_size
+                if num_shared > len(keys):
+                    keys = other_keys[:num_shared]
+        extend_block_keys(keys, token_ids, self._block_size, salt)
+        self._latest.append((salt, tokens, list(keys)))
+        return keys
+
+
+def _num_shared(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two prompts have in common at their start."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
 
 
 class BlockManager:

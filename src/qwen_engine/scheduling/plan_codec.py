@@ -105,6 +105,7 @@ def decode_params(fields: object) -> SamplingParams:
 def _slot_fields(entry: SlotInit) -> dict[str, Any]:
     fields = {
         "slot": entry.slot,
+        "first_token": entry.first_token,
         "token_ids": _pack_ids("token_ids", entry.token_ids),
         "num_prompt_tokens": entry.num_prompt_tokens,
         "num_computed_tokens": entry.num_computed_tokens,
@@ -114,16 +115,17 @@ def _slot_fields(entry: SlotInit) -> dict[str, Any]:
         "stop_ids": _pack_ids("stop_ids", entry.stop_ids),
         "bad_word_ids": [_pack_ids("bad_word_ids", ids) for ids in entry.bad_word_ids],
     }
-    _check_slot_numbers(fields, num_tokens=len(entry.token_ids))
+    _check_slot_numbers(fields, num_given=len(entry.token_ids))
     return fields
 
 
 def _slot_init(fields: object) -> SlotInit:
     _check_fields("added slot", fields, _SLOT_FIELDS)
     token_ids = _unpack_ids("token_ids", fields["token_ids"])
-    _check_slot_numbers(fields, num_tokens=len(token_ids))
+    _check_slot_numbers(fields, num_given=len(token_ids))
     return SlotInit(
         slot=fields["slot"],
+        first_token=fields["first_token"],
         token_ids=token_ids,
         num_prompt_tokens=fields["num_prompt_tokens"],
         num_computed_tokens=fields["num_computed_tokens"],
@@ -137,10 +139,11 @@ def _slot_init(fields: object) -> SlotInit:
     )
 
 
-def _check_slot_numbers(fields: dict[str, Any], *, num_tokens: int) -> None:
+def _check_slot_numbers(fields: dict[str, Any], *, num_given: int) -> None:
     _checked_int("slot", fields["slot"], 0, INT32_MAX)
-    _checked_int("num_prompt_tokens", fields["num_prompt_tokens"], 0, num_tokens)
-    _checked_int("num_computed_tokens", fields["num_computed_tokens"], 0, num_tokens)
+    first = _checked_int("first_token", fields["first_token"], 0, INT32_MAX)
+    _checked_int("num_prompt_tokens", fields["num_prompt_tokens"], 0, first + num_given)
+    _checked_int("num_computed_tokens", fields["num_computed_tokens"], first, first + num_given)
     _checked_int("seed", fields["seed"], INT64_MIN, INT64_MAX)
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from qwen_engine.errors import RequestError, shown
 from qwen_engine.request import Request, RequestStatus
-from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
+from qwen_engine.scheduling.block_manager import BlockManager, PromptKeys, extend_block_keys
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 
@@ -68,6 +68,7 @@ class Scheduler:
         context_cost: float = 0.0,
     ) -> None:
         self.block_manager = block_manager
+        self._prompt_keys = PromptKeys(block_manager.block_size)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -311,6 +312,8 @@ class Scheduler:
             request = self.waiting[-1]
             if len(request.token_ids) < request.num_tokens:
                 break  # preempted while its last token is still on the device
+            if not request.block_keys:
+                request.block_keys = self._prompt_keys.of(request.token_ids, request.cache_salt)
             extend_block_keys(request.block_keys, request.token_ids, block_manager.block_size, request.cache_salt)
             cached = self._match(request)
             num_new = block_manager.blocks_for(request.num_tokens) - len(cached)
@@ -401,9 +404,12 @@ class Scheduler:
 
 
 def _slot_init(request: Request) -> SlotInit:
+    looks_back = request.params.has_penalties or request.bad_word_ids
+    first = 0 if looks_back else request.num_computed_tokens
     return SlotInit(
         slot=request.slot,
-        token_ids=list(request.token_ids),
+        first_token=first,
+        token_ids=request.token_ids[first:],
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
         block_ids=list(request.block_ids),

@@ -16,10 +16,12 @@ from qwen_engine.request import SamplingParams
 class SlotInit:
     """A request that takes a slot: first time, or again after preemption. Replaces whatever the slot held.
 
-    token_ids: every known token, prompt and output. num_computed_tokens: how many of them have KV in `block_ids`.
+    token_ids: the known tokens, prompt and output, from index first_token on; 0 where a rank has to know them all
+    (penalties, bad words). num_computed_tokens, no less: how many, from the very first, have KV in `block_ids`.
     """
 
     slot: int
+    first_token: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_computed_tokens: int

@@ -17,7 +17,7 @@ from qwen_engine.errors import QwenEngineError
 from qwen_engine.server.chat import chat_completions
 from qwen_engine.server.completions import completions
 from qwen_engine.server.errors import ApiError, as_api_error
-from qwen_engine.server.gate import REQUEST_ID_HEADER, Gate
+from qwen_engine.server.gate import REQUEST_ID_HEADER, Gate, log_failure
 from qwen_engine.server.json_response import json_response
 from qwen_engine.server.logprobs import token_text
 from qwen_engine.server.page import add_page
@@ -153,8 +153,10 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
+async def _answer_error(request: Request, error: Exception) -> Response:
+    answer = as_api_error(error)
+    log_failure(request.scope, answer)
+    return answer.response()
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,11 @@ from qwen_engine.errors import EngineDeadError, QwenEngineError, RequestError, s
 from qwen_engine.server.json_response import json_response
 
 MAX_MESSAGE_CHARS = 500
+MAX_LOGGED_CHARS = 200
 RETRY_AFTER_S = 1
 
+# Where a message begins to show a value: a quotation, a list or an object, but no apostrophe, index or range.
+_VALUE = re.compile(r"(?<![\w\]])(?<!in )['\"\[{].*", flags=re.DOTALL)
 _INVALID = "invalid_request_error"
 _STATUS_TYPES = {
     401: "authentication_error",
@@ -49,6 +53,12 @@ class ApiError(QwenEngineError):
     def body(self) -> dict[str, Any]:
         error_type = _STATUS_TYPES.get(self.status, _INVALID)
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
+
+    def log_fields(self) -> dict[str, Any]:
+        """What the log says of it: nothing that a client wrote, but for the name of a field."""
+        reason = _VALUE.sub("…", self.message)[:MAX_LOGGED_CHARS]
+        param = None if self.param is None else self.param[:MAX_LOGGED_CHARS]
+        return {"status": self.status, "code": self.code, "param": param, "reason": reason}
 
     def response(self) -> Response:
         return json_response(self.body(), status=self.status, headers=self.headers)

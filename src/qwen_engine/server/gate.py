@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qwen_engine.server.errors import ApiError, as_api_error
+from qwen_engine.server.errors import MAX_LOGGED_CHARS, ApiError, as_api_error
 from qwen_engine.server.page import PAGE_FILES
 
 logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("qwen_engine.server.requests")
 
 OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -62,6 +63,7 @@ class Gate:
             answer = as_api_error(error)
             if not isinstance(error, ApiError):
                 logger.exception("a request failed")
+            log_failure(scope, answer)
             if has_begun:
                 raise  # the server closes the connection, which is all that is left to tell the client
             await answer.response()(scope, receive, send_with_id)
@@ -118,6 +120,14 @@ class Gate:
             if headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise ApiError(400, "encoded bodies are not supported; send it without Content-Encoding")
         return body
+
+
+def log_failure(scope: Scope, error: ApiError) -> None:
+    """One line for a request that is answered with an error, unless it has one already."""
+    if not scope["state"].get("is_logged"):
+        scope["state"]["is_logged"] = True
+        fields = {"request_id": scope["state"]["request_id"], "path": scope["path"][:MAX_LOGGED_CHARS]}
+        request_logger.info("request failed", extra={"fields": {**fields, **error.log_fields()}})
 
 
 def _too_large(size: str, limit: int) -> ApiError:

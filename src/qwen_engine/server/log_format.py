@@ -15,8 +15,14 @@ class TextFormatter(logging.Formatter):
         line = super().format(record)
         fields = getattr(record, "fields", None)
         if fields:
-            line += "".join(f" {name}={value}" for name, value in fields.items() if value is not None)
+            line += "".join(f" {name}={_word(value)}" for name, value in fields.items() if value is not None)
         return line
+
+
+def _word(value: Any) -> str:
+    """A value without spaces and line breaks, or in quotes."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text, ensure_ascii=False)
 
 
 class JsonFormatter(logging.Formatter):

@@ -24,7 +24,7 @@ import uvicorn
 import uvloop
 
 from qwen_engine.config import EngineConfig, ModelConfig
-from qwen_engine.engine_args import add_engine_arguments, engine_options
+from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import ConfigError, EngineDeadError
 from qwen_engine.models.hub import resolve_model
 from qwen_engine.server import log_format
@@ -61,7 +61,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m qwen_engine serve",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="python -m qwen_engine serve [options]",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     _add_arguments(parser)
@@ -290,12 +291,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default)")
-    parser.add_argument("--config", type=Path, help="YAML file of these options; the command line is stronger")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file of these options; the command line is stronger"
+    )
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, help="0 takes a free one and logs it (default: 8000)")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0 takes a free one and logs it")
     group.add_argument(
-        "--served-model-name", action="append", metavar="NAME", help="name of the model for clients; repeatable"
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="name of the model for clients, repeatable (default: that of --model)",
     )
     group.add_argument(
         "--generation-config",
@@ -305,37 +311,41 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--reasoning-alias", action=argparse.BooleanOptionalAction, default=True,
-        help="send the thinking of chats as `reasoning` too, not just as `reasoning_content` (default: yes)",
+        help="send the thinking of chats as `reasoning` too, not just as `reasoning_content`",
     )  # fmt: skip
     group.add_argument(
         "--api-key", action="append", metavar="KEY",
-        help=f"required of clients but for /health and the chat page; repeatable, or {API_KEY_VARIABLE}=KEY,KEY",
+        help=f"key that clients must send, except to /health and the page; repeatable, or {API_KEY_VARIABLE}=KEY,KEY",
     )  # fmt: skip
     group.add_argument(
-        "--allowed-origins", action="append", metavar="ORIGIN", help="browser origins to allow (CORS); repeatable"
+        "--allowed-origins",
+        action="append",
+        metavar="ORIGIN",
+        help="browser origin to allow (CORS), repeatable (default: none)",
     )
     group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="its key")
-    group.add_argument("--max-request-bytes", type=int, default=16 * 2**20, metavar="N", help="of a body (16 MiB)")
+    group.add_argument(
+        "--max-request-bytes", type=int, default=16 * 2**20, metavar="N", help="largest body of a request in bytes"
+    )
     group.add_argument(
         "--max-queued-requests", type=int, default=2048, metavar="N",
-        help="sequences that may wait beyond the max-num-seqs that run; more get a 503 (default: 2048)",
+        help="sequences that may wait beyond the max-num-seqs that run; more get a 503",
     )  # fmt: skip
     group.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="S", help="seconds a drain may take (default: 30)"
+        "--shutdown-timeout", type=float, default=30.0, metavar="S", help="seconds that requests in flight have to end"
     )
-    group.add_argument(
-        "--restart-engine", type=int, default=0, metavar="N", help="times to start a dead engine anew (default: 0)"
-    )
+    group.add_argument("--restart-engine", type=int, default=0, metavar="N", help="times to start a dead engine anew")
     group.add_argument(
         "--dead-engine-grace", type=float, default=10.0, metavar="S",
-        help="seconds to answer 503 after the engine's last death before exiting with code 1 (default: 10)",
+        help="seconds to answer 503 after the engine's last death before exiting with code 1",
     )  # fmt: skip
-    group.add_argument("--log-format", choices=log_format.FORMATS, default="text", help="of the log on stderr")
+    group.add_argument("--log-format", choices=log_format.FORMATS, default="text", help="format of the log on stderr")
     group.add_argument(
         "--metrics-prefix",
         default="qwen_engine",
-        help="prefix of the names of metrics; 'vllm' gives them vLLM's names (default: %(default)s)",
+        metavar="NAME",
+        help="what names of metrics begin with; 'vllm' makes them vLLM's",
     )
     group.add_argument(
         "--otlp-traces-endpoint", metavar="URL",

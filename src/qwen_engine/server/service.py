@@ -25,6 +25,7 @@ from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.request import RequestSpec
 from qwen_engine.server.engine_client import EngineClient, EngineStatus, Generation
 from qwen_engine.server.errors import ApiError, as_api_error, context_length_exceeded, unavailable
+from qwen_engine.server.gate import request_logger
 from qwen_engine.server.json_response import json_response, to_json
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.protocol import GenerationBody
@@ -33,7 +34,6 @@ from qwen_engine.tokenization.reasoning import ReasoningSplitter
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-request_logger = logging.getLogger("qwen_engine.server.requests")
 
 MAX_SEQUENCES = 4096
 """Most sequences (prompts times n) of one call."""
@@ -204,7 +204,8 @@ class Call:
         self.created = int(time.time())
         self.model = model
         self.num_sequences = num_sequences
-        request_id = request.scope["state"]["request_id"]
+        self._state = request.scope["state"]
+        request_id = self._state["request_id"]
         self.id = id_prefix + request_id
         self.ids = {request_id, self.id}
         self._path = request.url.path
@@ -251,10 +252,13 @@ class Call:
                 self._service.metrics.observe_request(state)
         self._service.leave(self)
         duration_s = time.monotonic() - self.arrival_time
-        error_code = None if error is None else as_api_error(error).code or type(error).__name__
-        request_logger.info("request", extra={"fields": self._log_fields(error_code, duration_s)})
+        answer = None if error is None else as_api_error(error)
+        self._state["is_logged"] = True
+        message = "request" if answer is None else "request failed"
+        request_logger.info(message, extra={"fields": self._log_fields(answer, duration_s)})
         if self._service.tracer is not None:
             attributes = span_attributes(self.id, self.model, states)
+            error_code = None if answer is None else answer.code or type(error).__name__
             self._service.tracer.record(attributes, headers=self._headers, duration_s=duration_s, error=error_code)
 
     def usage(self, *, num_output_tokens: int | None = None) -> dict[str, Any]:
@@ -300,10 +304,10 @@ class Call:
             pass
         self.abort()
 
-    def _log_fields(self, error_code: str | None, duration_s: float) -> dict[str, Any]:
+    def _log_fields(self, error: ApiError | None, duration_s: float) -> dict[str, Any]:
         fields: dict[str, Any] = {"request_id": self.id, "path": self._path, "model": self.model}
-        if error_code is not None:
-            fields["error"] = error_code
+        if error is not None:
+            fields |= error.log_fields()
         if self._generation is not None:
             states = self._generation.states
             usage = self.usage()

@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qwen_engine.errors import ConfigError, RequestError
+from qwen_engine.errors import ConfigError, RequestError, shown
 
 if TYPE_CHECKING:
     import jinja2
@@ -120,7 +120,7 @@ def _normalize_message(message: Mapping[str, Any], where: str) -> dict[str, Any]
     normal = {key: value for key, value in message.items() if value is not None}
     role = normal.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        _refuse(f"{where}.role is {role!r}; it must be one of {', '.join(_ROLES)}")
+        _refuse(f"{where}.role is {shown(role)}; it must be one of {', '.join(_ROLES)}")
     normal["role"] = _ROLES[role]
     normal["content"] = _content_text(normal.get("content", ""), f"{where}.content")
     if "reasoning" in normal:
@@ -146,7 +146,7 @@ def _content_text(content: Any, where: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
-            _refuse(f"{where}[{index}] is of type {kind!r}; this model reads only parts of type 'text'")
+            _refuse(f"{where}[{index}] is of type {shown(kind)}; this model reads only parts of type 'text'")
         if not isinstance(part.get("text"), str):
             _refuse(f"{where}[{index}].text must be a string")
         texts.append(part["text"])

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -52,6 +53,10 @@ CHECK_TIMEOUT_S = 60.0  # a busy machine may take long over little
 STEP_LIMIT_S = 10.0  # for what takes a millisecond, on a busy machine
 MAX_CACHED_GRAMMARS = 64
 MAX_ERROR_CHARS = 300
+_NEAR_CHARS = 16
+# As the library writes them: the second with a line and a column.
+_REGEX_ERROR = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<indent> *)\^+\nerror: (?P<reason>.*)")
+_PLACE = re.compile(r"(?:at )?(?P<line>\d+)\(\d+\): (?P<reason>.*)")
 _JSON_SPACE = r" |\r?\n[ \t]{0,24}"  # endless space is the easiest way never to finish
 _ANY_OBJECT = {"type": "object"}
 _MAX_LINE_BREAKS = 2  # between thinking and answer
@@ -410,8 +415,22 @@ def _check_in_process(grammar: str) -> None:
 def _refusal(message: str) -> RequestError:
     if message.startswith("NoExtension"):
         message = "nothing satisfies it, or it is too complex to tell"
-    return RequestError(f"the output's grammar is not supported: {_shortened(message)}", PARAM)
+    return RequestError(f"the output's grammar is not supported: {_shortened(_explanation(message))}", PARAM)
+
+
+def _explanation(message: str) -> str:
+    """What is wrong and where, of a message that shows it with excerpts and carets over several lines."""
+    if regex := _REGEX_ERROR.search(message):
+        place = len(regex["indent"])
+        near = shown(regex["pattern"][max(0, place - _NEAR_CHARS) : place + _NEAR_CHARS])
+        return f"regular expression: {regex['reason']}, near {near}"
+    if place := _PLACE.match(message):
+        excerpt = re.search(rf"^ *{place['line']} \| *(.*)$", message, flags=re.MULTILINE)
+        near = f", near {shown(excerpt[1])}" if excerpt else ""
+        return f"line {place['line']}: {place['reason']}{near}"
+    return message
 
 
 def _shortened(message: str) -> str:
-    return " ".join(message.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARS]
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."

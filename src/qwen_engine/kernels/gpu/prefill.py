@@ -1,14 +1,16 @@
 """Varlen causal attention over the paged cache.
 
-The query tokens of a row are cut into tiles of BLOCK_Q; a program takes one tile for one KV head, with the GROUP query
-heads of that KV head side by side in the dot's rows:
+The query tokens of a row are cut into tiles of BLOCK_Q; a tile for one KV head is done by one program, with the GROUP
+query heads of that KV head side by side in the dot's rows:
 
     dot row m  ->  query m // GROUP of the tile, head m % GROUP of the group
 
-so K and V are read once for the whole group, and only the last KV tile or two need the causal mask. A row needs
-ceil(length / BLOCK_Q) tiles; numbering row r's tiles from query_start[r] // BLOCK_Q + r leaves room for them whatever
-the lengths, so a program finds its row from the device's query_start and the grid follows from the token count alone.
-Tiles are taken from the last to the first: in a row those have the longest prefix.
+so K and V are read once for the whole group, and only the last KV tile or two need the causal mask.
+
+A few tiles behind a long context would leave most of the device idle, so then their keys are split into spans, whose
+means of V a second kernel weighs (as in `decode`). How tiles and spans are numbered follows on the device from the
+lengths of the rows, so that one captured call serves any rows: a program takes every num_programs-th of them. In a row
+those of the last queries, which have the longest way, come first.
 """
 
 import torch
@@ -19,14 +21,57 @@ from qwen_engine.kernels.gpu.common import (
     LOG2_E,
     cache_rows,
     dot_dtype,
+    let_next_start,
     needs_wide_offsets,
     next_power_of_2,
+    num_sms,
+    pdl_options,
     shared_memory_bytes,
+    wait_for_inputs,
 )
 from qwen_engine.kernels.gpu.launching import Kernel
 
 _DEEP_PIPELINE_BYTES = 120 * 1024
 _FEW_ROWS = 64  # a program looks through as many for its own; beyond, through as many as there can be
+_PROGRAMS_PER_SM = 2  # that run at once
+_PIECES_PER_SM = 4  # tiles times spans: so many even out
+_MIN_SPAN = tl.constexpr(512)
+_ENDLESS = tl.constexpr(2**30)
+
+
+@triton.jit
+def _rows_and_span(
+    query_start,
+    seq_lens,
+    rows,
+    num_kv_heads,
+    max_pieces,
+    MAX_ROWS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """(tiles [MAX_ROWS] of each row, spans [MAX_ROWS] that the keys of each are split into, keys of a span)."""
+    row = tl.arange(0, MAX_ROWS)
+    exists = row < rows
+    start = tl.load(query_start + row, mask=exists, other=0)
+    tiles = tl.cdiv(tl.load(query_start + row + 1, mask=exists, other=0) - start, BLOCK_Q)
+    length = tl.load(seq_lens + row, mask=exists, other=0)
+    span = _ENDLESS + tl.zeros([], tl.int32)
+    if SPLIT:  # noqa: SIM102 (known when compiled, the other is not)
+        if tl.sum(tiles, 0) * num_kv_heads <= max_pieces:
+            keys = tl.sum(tiles.to(tl.int64) * length, 0) * num_kv_heads
+            span = tl.maximum(tl.cdiv(keys, max_pieces), _MIN_SPAN).to(tl.int32)
+            span = tl.cdiv(span, BLOCK_N) * BLOCK_N
+    return tiles, tl.maximum(tl.cdiv(length, span), 1), span
+
+
+@triton.jit
+def _find(index, counts):
+    """The row that number `index` of these counts [rows], one after another, belongs to, and its number there."""
+    ends = tl.cumsum(counts, 0)
+    before = ends <= index
+    return tl.sum(before.to(tl.int32), 0), index - tl.max(tl.where(before, ends, 0), 0)
 
 
 @triton.jit
@@ -65,8 +110,11 @@ def _attend(
         if MASKED:
             scores = tl.where(tokens[None, :] <= query_positions[:, None], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
+        shift = new_peak
+        if MASKED:  # a query may come before every key of the span
+            shift = tl.where(new_peak > float("-inf"), new_peak, 0.0)
+        weights = tl.exp2(scores * scale_log2 - shift[:, None])
+        decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(
             weights.to(v.dtype).to(DOT_DTYPE), v.to(DOT_DTYPE), acc=acc * decay[:, None], input_precision="ieee"
@@ -76,7 +124,7 @@ def _attend(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "max_pieces"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -86,8 +134,12 @@ def _prefill_kernel(
     query_start,
     seq_lens,
     out,
+    partial_out,
+    partial_lse,
     scale_log2,
     rows,
+    num_kv_heads,
+    max_pieces,
     q_stride_token,
     q_stride_head,
     out_stride_token,
@@ -101,93 +153,159 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAX_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-
-    candidates = tl.arange(0, MAX_ROWS)
-    starts = tl.load(query_start + candidates, mask=candidates < rows, other=0)
-    started = (candidates < rows) & (starts // BLOCK_Q + candidates <= tile)
-    row = tl.maximum(tl.sum(started.to(tl.int32), 0) - 1, 0)
-    row_start = tl.load(query_start + row)
-    query_len = tl.load(query_start + row + 1) - row_start
-    first_query = (tile - row_start // BLOCK_Q - row) * BLOCK_Q
-    if (first_query < 0) | (first_query >= query_len):  # in front of the first row, or room that a row does not need
-        return
-
+    tiles, spans, span = _rows_and_span(
+        query_start, seq_lens, rows, num_kv_heads, max_pieces, MAX_ROWS, BLOCK_Q, BLOCK_N, SPLIT
+    )
+    pieces = tiles * spans * num_kv_heads
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     dims = tl.arange(0, HEAD_DIM)
     member = tl.arange(0, BLOCK_M)
-    query_index = first_query + member // GROUP
-    head = kv_head * GROUP + member % GROUP
-    stored = (query_index < query_len) & (member < BLOCK_Q * GROUP)
-    token = (row_start + query_index).to(tl.int64)
-    target = out + token[:, None] * out_stride_token + head[:, None] * out_stride_head + dims[None, :]
-    slot = tl.load(slots + row).to(tl.int64)
-    seq_len = tl.load(seq_lens + row)
-    if (slot < 0) | (seq_len == 0):
-        tl.store(target, tl.zeros([BLOCK_M, HEAD_DIM], out.dtype.element_ty), mask=stored[:, None])
-        return
+    for piece in range(tl.program_id(0), tl.sum(pieces, 0), tl.num_programs(0)):
+        row, number = _find(piece, pieces)
+        kv_head = number % num_kv_heads
+        row_start = tl.load(query_start + row)
+        query_len = tl.load(query_start + row + 1) - row_start
+        num_tiles = tl.cdiv(query_len, BLOCK_Q)
+        first_query = (num_tiles - 1 - number // num_kv_heads % num_tiles) * BLOCK_Q
+        start = number // num_kv_heads // num_tiles * span
 
-    query = tl.load(
-        q + token[:, None] * q_stride_token + head[:, None] * q_stride_head + dims[None, :],
-        mask=stored[:, None],
-        other=0.0,
-    ).to(DOT_DTYPE)
-    first_position = seq_len - query_len + first_query
-    query_positions = first_position + member // GROUP
-    table = block_tables + slot * table_stride
-    k_head = k_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
-    v_head = v_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    # [0, unmasked_end) precedes every query of the tile; [unmasked_end, end) meets the causal edge or the row's end.
-    unmasked_end = (first_position + 1) // BLOCK_N * BLOCK_N
-    end = tl.minimum(first_position + BLOCK_Q, seq_len)
-    acc, total, peak = _attend(
-        acc,
-        total,
-        peak,
-        query,
-        query_positions,
-        k_head,
-        v_head,
-        table,
-        0,
-        unmasked_end,
-        cache_stride_block,
-        scale_log2,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        False,
-        DOT_DTYPE,
-        WIDE,
+        query_index = first_query + member // GROUP
+        head = kv_head * GROUP + member % GROUP
+        stored = (query_index < query_len) & (member < BLOCK_Q * GROUP)
+        token = (row_start + query_index).to(tl.int64)
+        slot = tl.load(slots + row).to(tl.int64)
+        seq_len = tl.where(slot < 0, 0, tl.load(seq_lens + row))
+        query = tl.load(
+            q + token[:, None] * q_stride_token + head[:, None] * q_stride_head + dims[None, :],
+            mask=stored[:, None],
+            other=0.0,
+        ).to(DOT_DTYPE)
+        first_position = seq_len - query_len + first_query
+        query_positions = first_position + member // GROUP
+        table = block_tables + slot * table_stride
+        k_head = k_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
+        v_head = v_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        # [start, unmasked_end) precedes every query of the tile; [unmasked_end, end) meets the causal edge or the
+        # row's end.
+        end = tl.minimum(tl.minimum(first_position + BLOCK_Q, seq_len), start + span)
+        unmasked_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end), start)
+        acc, total, peak = _attend(
+            acc,
+            total,
+            peak,
+            query,
+            query_positions,
+            k_head,
+            v_head,
+            table,
+            start,
+            unmasked_end,
+            cache_stride_block,
+            scale_log2,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+            False,
+            DOT_DTYPE,
+            WIDE,
+        )
+        acc, total, peak = _attend(
+            acc,
+            total,
+            peak,
+            query,
+            query_positions,
+            k_head,
+            v_head,
+            table,
+            unmasked_end,
+            end,
+            cache_stride_block,
+            scale_log2,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+            True,
+            DOT_DTYPE,
+            WIDE,
+        )
+        has_key = total > 0  # not in a row without context, nor where a span lies behind the query
+        total = tl.where(has_key, total, 1.0)
+        mean = acc / total[:, None]
+        if tl.max(tl.where(tl.arange(0, MAX_ROWS) == row, spans, 0), 0) > 1:
+            place = piece * BLOCK_M + member
+            tl.store(partial_out + place[:, None] * HEAD_DIM + dims[None, :], mean)
+            tl.store(partial_lse + place, tl.where(has_key, peak + tl.log2(total), float("-inf")))
+        else:
+            target = out + token[:, None] * out_stride_token + head[:, None] * out_stride_head + dims[None, :]
+            tl.store(target, mean.to(out.dtype.element_ty), mask=stored[:, None])
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows", "max_pieces"])
+def _combine_kernel(
+    query_start,
+    seq_lens,
+    out,
+    partial_out,
+    partial_lse,
+    rows,
+    num_kv_heads,
+    max_pieces,
+    out_stride_token,
+    out_stride_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tiles, spans, _ = _rows_and_span(
+        query_start, seq_lens, rows, num_kv_heads, max_pieces, MAX_ROWS, BLOCK_Q, BLOCK_N, True
     )
-    acc, total, peak = _attend(
-        acc,
-        total,
-        peak,
-        query,
-        query_positions,
-        k_head,
-        v_head,
-        table,
-        unmasked_end,
-        end,
-        cache_stride_block,
-        scale_log2,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        True,
-        DOT_DTYPE,
-        WIDE,
-    )
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored[:, None])
+    pieces = tiles * spans * num_kv_heads
+    split_tiles = tl.where(spans > 1, tiles * num_kv_heads, 0)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    dims = tl.arange(0, HEAD_DIM)
+    member = tl.arange(0, BLOCK_M)
+    every_row = tl.arange(0, MAX_ROWS)
+    for index in range(tl.program_id(0), tl.sum(split_tiles, 0), tl.num_programs(0)):
+        row, number = _find(index, split_tiles)
+        row_start = tl.load(query_start + row)
+        query_len = tl.load(query_start + row + 1) - row_start
+        num_tiles = tl.cdiv(query_len, BLOCK_Q)
+        first_piece = tl.sum(tl.where(every_row < row, pieces, 0), 0) + number
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        for part in range(tl.max(tl.where(every_row == row, spans, 0), 0)):
+            place = (first_piece + part * num_tiles * num_kv_heads) * BLOCK_M + member
+            lse = tl.load(partial_lse + place)
+            new_peak = tl.maximum(peak, lse)  # the first part has a key for every query
+            weight, decay = tl.exp2(lse - new_peak), tl.exp2(peak - new_peak)
+            mean = tl.load(partial_out + place[:, None] * HEAD_DIM + dims[None, :])
+            total = total * decay + weight
+            acc = acc * decay[:, None] + mean * weight[:, None]
+            peak = new_peak
+        query_index = (num_tiles - 1 - number // num_kv_heads) * BLOCK_Q + member // GROUP
+        head = number % num_kv_heads * GROUP + member % GROUP
+        stored = (query_index < query_len) & (member < BLOCK_Q * GROUP)
+        token = (row_start + query_index).to(tl.int64)
+        target = out + token[:, None] * out_stride_token + head[:, None] * out_stride_head + dims[None, :]
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored[:, None])
 
 
 def launch_shape(head_dim: int, dot_rows: int, *, element_size: int, shared_memory_bytes: int) -> dict[str, int]:
@@ -225,9 +343,17 @@ def prefill_attention(
         element_size=q.element_size(),
         shared_memory_bytes=shared_memory_bytes(q.device),
     )
-    shape["BLOCK_M"] = max(shape["BLOCK_M"], next_power_of_2(group))
-    tiles = tokens // (shape["BLOCK_M"] // group) + rows
-    _prefill_kernel[(num_kv_heads, tiles)](
+    block_m = shape["BLOCK_M"] = max(shape["BLOCK_M"], next_power_of_2(group))
+    tiles = (tokens // (block_m // group) + rows) * num_kv_heads  # at most, all heads together
+    max_pieces = _PIECES_PER_SM * num_sms(q.device)
+    # Never more tokens than the tiles that may be split: then a few programs, which share out what there is.
+    may_split = max_seq_len > _MIN_SPAN.value and tokens // (block_m // group) * num_kv_heads <= max_pieces
+    programs = _PROGRAMS_PER_SM * num_sms(q.device) if may_split else tiles
+    num_partials = 2 * max_pieces * block_m if may_split else 0
+    partial_out = torch.empty(num_partials, head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
+    max_rows = _FEW_ROWS if rows <= _FEW_ROWS else next_power_of_2(max(rows, len(block_tables)))
+    _prefill_kernel[(programs,)](
         q,
         k_cache,
         v_cache,
@@ -236,8 +362,12 @@ def prefill_attention(
         query_start,
         seq_lens,
         out,
+        partial_out,
+        partial_lse,
         scale * LOG2_E,
         rows,
+        num_kv_heads,
+        max_pieces,
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -248,9 +378,31 @@ def prefill_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        MAX_ROWS=_FEW_ROWS if rows <= _FEW_ROWS else next_power_of_2(max(rows, len(block_tables))),
+        MAX_ROWS=max_rows,
+        SPLIT=may_split,
         DOT_DTYPE=dot_dtype(q.dtype),
         WIDE=needs_wide_offsets(k_cache),
         **shape,
+        **pdl_options(q.device),
     )
+    if may_split:
+        _combine_kernel[(min(programs, tiles),)](
+            query_start,
+            seq_lens,
+            out,
+            partial_out,
+            partial_lse,
+            rows,
+            num_kv_heads,
+            max_pieces,
+            out.stride(0),
+            out.stride(1),
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_M=block_m,
+            BLOCK_N=shape["BLOCK_N"],
+            MAX_ROWS=max_rows,
+            num_warps=4,
+            **pdl_options(q.device),
+        )
     return out
