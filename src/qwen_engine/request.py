@@ -16,6 +16,8 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from struct import error as StructError
+from struct import pack
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from qwen_engine.errors import RequestError, UnknownParameterError, shown, suggestion, summary
@@ -272,6 +274,7 @@ class Request:
         num_tokens  [ ................................................ )     plus tokens sampled by a launched step
         KV written  [ num_computed_tokens ....... )                          by all launched steps
 
+    packed_prompt: the prompt's ids as int32; None if an entry is no such number, which the scheduler refuses.
     Computing positions [num_computed_tokens, num_tokens) yields the next token. Between launch and result of a step,
     `num_tokens` is one ahead of `token_ids`; the value is on the device only.
     """
@@ -292,6 +295,7 @@ class Request:
         "num_prompt_tokens",
         "num_published_blocks",
         "num_tokens",
+        "packed_prompt",
         "params",
         "priority",
         "request_id",
@@ -325,6 +329,7 @@ class Request:
             raise RequestError(f"cache_salt is {shown(cache_salt)}; it must be a non-empty string", param="cache_salt")
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
+        self.packed_prompt = _packed(self.token_ids)
         self.params = params
         self.seed = seed
         self.priority = priority
@@ -492,6 +497,15 @@ class RequestOutput:
         if name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason"):
             return getattr(self.outputs[0], name)
         raise KeyError(name)
+
+
+def _packed(token_ids: list[int]) -> bytes | None:
+    if not {*map(type, token_ids)} <= {int}:  # a bool, say, is none
+        return None
+    try:
+        return pack(f"{len(token_ids)}i", *token_ids)
+    except StructError:
+        return None
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -484,7 +485,11 @@ def test_keys_of_prompts_that_begin_alike_are_those_of_each_alone(prompts):
         token_ids = [*range(1024 + 9 * common), *[7 * common + own] * (5 * own)]
         alone: list[bytes] = []
         extend_block_keys(alone, token_ids, 16, salt)
-        assert known.of(token_ids, salt) == alone
+        assert known.of(packed(token_ids), salt) == alone
+
+
+def packed(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, dtype=np.int32).tobytes()
 
 
 def test_what_prompts_share_is_hashed_once(monkeypatch):
@@ -497,12 +502,13 @@ def test_what_prompts_share_is_hashed_once(monkeypatch):
     monkeypatch.setattr(block_manager_module, "sha256", count)
     known = PromptKeys(block_size=16)
     shared = list(range(2048))
-    known.of([*shared, 1, 2, 3], None)
+    longer = packed([*shared, *[5] * 32])
+    known.of(packed([*shared, 1]), None)
     assert len(hashed) == 1 + 128
-    keys = known.of([*shared, *[5] * 32], None)
+    keys = known.of(longer, None)
     assert len(keys) == 130
     assert len(hashed) == 1 + 128 + 2
     keys.append(b"")  # the caller's list is its own
-    assert len(known.of([*shared, *[5] * 32], None)) == 130
-    known.of(shared, "another user's")
+    assert len(known.of(longer, None)) == 130
+    known.of(packed(shared), "another user's")
     assert len(hashed) == 1 + 128 + 2 + 1 + 128

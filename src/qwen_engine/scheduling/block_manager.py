@@ -31,12 +31,15 @@ The index compares whole keys, so the tokens of a block are compared on every hi
 def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size: int, salt: str | None) -> None:
     """Appends the keys of the full blocks of `token_ids` that `keys` does not hold yet."""
     first, last = len(keys), len(token_ids) // block_size
-    if first >= last:
-        return
+    if first < last:
+        tokens = token_ids[first * block_size : last * block_size]
+        _extend_keys(keys, pack(f"{len(tokens)}i", *tokens), 4 * block_size, salt)
+
+
+def _extend_keys(keys: list[BlockKey], tokens: bytes, stride: int, salt: str | None) -> None:
+    """The same for the next blocks' ids as int32, `stride` bytes each."""
     # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt can pass for a block.
     parent = keys[-1] if keys else sha256((salt or "").encode(errors="surrogatepass")).digest()
-    tokens = pack(f"{(last - first) * block_size}i", *token_ids[first * block_size : last * block_size])
-    stride = 4 * block_size
     for start in range(0, len(tokens), stride):
         parent = sha256(parent).digest() + tokens[start : start + stride]
         keys.append(parent)
@@ -53,20 +56,19 @@ class PromptKeys:
         self._block_size = block_size
         self._latest: deque[tuple[str | None, np.ndarray, list[BlockKey]]] = deque(maxlen=self._NUM_REMEMBERED)
 
-    def of(self, token_ids: Sequence[int], salt: str | None) -> list[BlockKey]:
-        """What `extend_block_keys` makes of an empty list."""
-        keys: list[BlockKey] = []
-        if len(token_ids) < self._LEAST_TOKENS:
-            extend_block_keys(keys, token_ids, self._block_size, salt)
-            return keys
-        tokens = np.frombuffer(pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
-        for other_salt, other_tokens, other_keys in self._latest:
+    def of(self, packed_prompt: bytes, salt: str | None) -> list[BlockKey]:
+        """What `extend_block_keys` makes of an empty list. packed_prompt: ids as int32."""
+        size, keys = self._block_size, []
+        prompt_ids = np.frombuffer(packed_prompt, dtype=np.int32)
+        is_long = len(prompt_ids) >= self._LEAST_TOKENS
+        for other_salt, other_ids, other_keys in self._latest if is_long else ():
             if other_salt == salt:
-                num_shared = _num_shared(tokens, other_tokens) // self._block_size
+                num_shared = _num_shared(prompt_ids, other_ids) // size
                 if num_shared > len(keys):
                     keys = other_keys[:num_shared]
-        extend_block_keys(keys, token_ids, self._block_size, salt)
-        self._latest.append((salt, tokens, list(keys)))
+        _extend_keys(keys, prompt_ids[len(keys) * size : len(prompt_ids) // size * size].tobytes(), 4 * size, salt)
+        if is_long:
+            self._latest.append((salt, prompt_ids, list(keys)))
         return keys
 
 
@@ -102,19 +104,12 @@ class BlockManager:
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """Blocks that hold the longest indexed prefix of `keys`. They are not referenced yet: call `acquire`."""
-        blocks = []
-        block_of = self._block_of
-        for key in keys:
-            block_id = block_of.get(key)
-            if block_id is None:
-                break
-            blocks.append(block_id)
-        return blocks
+        blocks = list(map(self._block_of.get, keys))
+        return blocks[: blocks.index(None)] if None in blocks else blocks
 
     def num_unreferenced(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks `acquire` would take out of the free ones."""
-        ref_counts = self._ref_counts
-        return [ref_counts[block_id] for block_id in block_ids].count(0)
+        return list(map(self._ref_counts.__getitem__, block_ids)).count(0)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Adds one reference to each of these indexed blocks."""

@@ -25,6 +25,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from qwen_engine.errors import RequestError, shown
 from qwen_engine.request import Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager, PromptKeys, extend_block_keys
@@ -122,12 +124,13 @@ class Scheduler:
                 f"prompt has {num_prompt} tokens; max_model_len is {max_len} and must hold an output token too",
                 param="prompt",
             )
-        if {*map(type, request.token_ids)} != {int}:
-            bad = next(token_id for token_id in request.token_ids if type(token_id) is not int)
-            raise RequestError(f"prompt holds {shown(bad)}; every entry must be a token id", param="prompt")
-        low, high = min(request.token_ids), max(request.token_ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
+        packed = request.packed_prompt
+        ids = None if packed is None else np.frombuffer(packed, dtype=np.int32)
+        if ids is None or ids.min() < 0 or ids.max() >= self.vocab_size:
+            strange = [token_id for token_id in request.token_ids if type(token_id) is not int]
+            if strange:
+                raise RequestError(f"prompt holds {shown(strange[0])}; every entry must be a token id", param="prompt")
+            bad = min(request.token_ids) if min(request.token_ids) < 0 else max(request.token_ids)
             raise RequestError(
                 f"prompt holds token id {shown(bad)}; ids are 0 to {self.vocab_size - 1}", param="prompt"
             )
@@ -313,7 +316,7 @@ class Scheduler:
             if len(request.token_ids) < request.num_tokens:
                 break  # preempted while its last token is still on the device
             if not request.block_keys:
-                request.block_keys = self._prompt_keys.of(request.token_ids, request.cache_salt)
+                request.block_keys = self._prompt_keys.of(request.packed_prompt, request.cache_salt)
             extend_block_keys(request.block_keys, request.token_ids, block_manager.block_size, request.cache_salt)
             cached = self._match(request)
             num_new = block_manager.blocks_for(request.num_tokens) - len(cached)
