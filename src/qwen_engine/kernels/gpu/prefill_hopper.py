@@ -1,18 +1,20 @@
-"""Prefill attention on Hopper: softmax and dots overlapped inside a program.
+"""`prefill.py` for Hopper, in Gluon: softmax and dots overlapped inside a program.
 
-A program takes tiles of `prefill.py`'s kind, with the group's heads side by side in the dot's rows, in 2 x 64 rows:
+A program takes tiles of that module's kind, with the group's heads side by side in the dot's rows, in 2 x 64 rows:
 
     producer warp    TMA: K0 V0 K1 V1 ...  one box per page   ->  ring of NUM_STAGES tiles of K and as many of V
     consumer 0       rows 0 to 63     for each tile j:  Q Kj (async), P V(j-1) (async), softmax j while P V runs
-    consumer 1       rows 64 to 127   the same, by turns: its dots run while consumer 0 is in its softmax
+    consumer 1       rows 64 to 127   the same; where one is in its softmax, the dots are the other's
 
-`full` barriers tell that a tile's bytes have arrived, `empty` barriers that both consumers are done with a slot, and
-`turns` make the consumers issue their dots alternately. All of them take as many passes as there are tiles, so a phase
-follows from a running count.
+`full` barriers tell that a tile's bytes have arrived, `empty` barriers that both consumers are done with a slot. Both
+take as many passes as there are tiles, so a phase follows from a running count.
 """
 
+import functools
+from dataclasses import dataclass
+
 import torch
-import triton
+from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,23 +26,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qwen_engine.kernels.gpu.common import LOG2_E, num_sms
+from qwen_engine.kernels.gpu.common import LOG2_E, let_next_start, num_sms, pdl_options, wait_for_inputs
 
-_HALF_M = 64  # dot rows of a consumer: what one warp group's instruction takes
-_HALF_M_ = gl.constexpr(_HALF_M)
+_HEAD_DIM = 128
+_HALF_M = gl.constexpr(64)  # dot rows of a consumer: what one warp group's instruction takes
+_PANEL = 64  # dims of a box: 128 bytes, the width of a row in swizzled shared memory
+_BLOCK_N = 128
+_NUM_STAGES = 2
 
 
 @gluon.jit
-def _locate(item, work, BLOCK_Q: gl.constexpr, MAX_ROWS: gl.constexpr):
+def _locate(item, work, BLOCK_Q: gl.constexpr):
     """The tile that is the item-th to be taken, long ones first: KV head, row, first query in it, keys to attend to."""
     query_start, seq_lens, slots, rows, kv_heads, tiles = work
-    layout: gl.constexpr = gl.BlockedLayout([MAX_ROWS // 32], [32], [gl.num_warps()], [0])
     kv_head = item % kv_heads
     tile = tiles - 1 - item // kv_heads
-    candidates = gl.arange(0, MAX_ROWS, layout)
-    starts = gl.load(query_start + candidates, mask=candidates < rows, other=0)
-    started = (candidates < rows) & (starts // BLOCK_Q + candidates <= tile)
-    row = gl.maximum(gl.sum(started.to(gl.int32), 0) - 1, 0)
+    row = tile * 0  # the last row whose first tile, number start // BLOCK_Q + row, is not behind this one
+    end_row = rows
+    while end_row - row > 1:
+        middle = (row + end_row) // 2
+        started = gl.load(query_start + middle) // BLOCK_Q + middle <= tile
+        row = gl.where(started, middle, row)
+        end_row = gl.where(started, end_row, middle)
     row_start = gl.load(query_start + row)
     query_len = gl.load(query_start + row + 1) - row_start
     seq_len = gl.load(seq_lens + row)
@@ -71,7 +78,6 @@ def _produce(
     BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    MAX_ROWS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
     k_cache, v_cache, k_ring, v_ring, k_full, k_empty, v_full, v_empty = ring
@@ -90,7 +96,7 @@ def _produce(
     for round in range(gl.cdiv(items, gl.num_programs(0))):
         item = _item(round, items)
         if item < items:
-            kv_head, _, _, _, slot, seq_len, end = _locate(item, work, BLOCK_Q, MAX_ROWS)
+            kv_head, _, _, _, slot, seq_len, end = _locate(item, work, BLOCK_Q)
             table = block_tables + slot.to(gl.int64) * table_stride
             last_block = (seq_len - 1) // BLOCK_SIZE
             for first in range(0, end, BLOCK_N):
@@ -143,13 +149,11 @@ def _steps(
     tiles,
     query,
     ring,
-    turns,
     query_positions,
     scale_log2,
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
     NUM_STAGES: gl.constexpr,
-    ALTERNATE: gl.constexpr,
 ):
     """Scores and softmax of the tiles [start, end), each with the weighted values of the tile before it."""
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = ring
@@ -160,19 +164,15 @@ def _steps(
         now = count + tile
         stage = now % NUM_STAGES
         before = (now - 1) % NUM_STAGES
-        if ALTERNATE:
-            mbarrier.wait(turns.index(CONSUMER), (now & 1) ^ (1 - CONSUMER))
         scores = warpgroup_mma(
             query,
             k_ring.index(stage).permute((1, 0)),
-            gl.zeros([_HALF_M_, BLOCK_N], gl.float32, layout),
+            gl.zeros([_HALF_M, BLOCK_N], gl.float32, layout),
             use_acc=False,
             is_async=True,
         )
         mbarrier.wait(v_full.index(before), ((now - 1) // NUM_STAGES) & 1)
         acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
-        if ALTERNATE:
-            mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         if MASKED:
@@ -192,23 +192,20 @@ def _steps(
 @gluon.jit
 def _consume(
     ring,
-    turns,
     query,
     work,
     tensors,
     scale_log2,
     CONSUMER: gl.constexpr,
     GROUP: gl.constexpr,
-    MAX_ROWS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
-    ALTERNATE: gl.constexpr,
 ):
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = ring
     kv_heads, tiles = work[4], work[5]
-    q, out, q_stride_token, q_stride_head, out_stride_token, out_stride_head = tensors
+    q, out, q_heads, out_heads = tensors
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.shape[2]
-    HALF_Q: gl.constexpr = _HALF_M_ // GROUP
+    HALF_Q: gl.constexpr = _HALF_M // GROUP
     dtype: gl.constexpr = k_ring.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(BLOCK_N, HEAD_DIM), 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
@@ -220,8 +217,8 @@ def _consume(
     for round in range(gl.cdiv(items, gl.num_programs(0))):
         item = _item(round, items)
         if item < items:
-            kv_head, row_start, query_len, first_query, _slot, seq_len, end = _locate(item, work, 2 * HALF_Q, MAX_ROWS)
-            member = gl.arange(0, _HALF_M_, gl.SliceLayout(1, memory))
+            kv_head, row_start, query_len, first_query, _slot, seq_len, end = _locate(item, work, 2 * HALF_Q)
+            member = gl.arange(0, _HALF_M, gl.SliceLayout(1, memory))
             query_index = first_query + CONSUMER * HALF_Q + member // GROUP
             stored = ((query_index < query_len) & (member < HALF_Q * GROUP))[:, None]
             token = (row_start + query_index).to(gl.int64)[:, None]
@@ -229,33 +226,29 @@ def _consume(
             dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, memory))[None, :]
             kv_tiles = gl.cdiv(end, BLOCK_N)
 
-            total = gl.full([_HALF_M_], 1.0, gl.float32, row_layout)
-            acc = gl.zeros([_HALF_M_, HEAD_DIM], gl.float32, layout)
+            total = gl.full([_HALF_M], 1.0, gl.float32, row_layout)
+            acc = gl.zeros([_HALF_M, HEAD_DIM], gl.float32, layout)
             if kv_tiles > 0:
-                q_tile = gl.load(q + token * q_stride_token + head * q_stride_head + dims, mask=stored, other=0.0)
+                q_tile = gl.load(q + (token * q_heads + head) * HEAD_DIM + dims, mask=stored, other=0.0)
                 query.store(q_tile)
                 fence_async_shared()
                 first_position = seq_len - query_len + first_query
-                row_member = gl.arange(0, _HALF_M_, row_layout)
+                row_member = gl.arange(0, _HALF_M, row_layout)
                 query_positions = first_position + CONSUMER * HALF_Q + row_member // GROUP
 
                 mbarrier.wait(k_full.index(count % NUM_STAGES), (count // NUM_STAGES) & 1)
-                if ALTERNATE:
-                    mbarrier.wait(turns.index(CONSUMER), (count & 1) ^ (1 - CONSUMER))
                 scores = warpgroup_mma(
                     query,
                     k_ring.index(count % NUM_STAGES).permute((1, 0)),
-                    gl.zeros([_HALF_M_, BLOCK_N], gl.float32, layout),
+                    gl.zeros([_HALF_M, BLOCK_N], gl.float32, layout),
                     use_acc=False,
                     is_async=True,
                 )
-                if ALTERNATE:
-                    mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 mbarrier.arrive(k_empty.index(count % NUM_STAGES), count=1)
                 tokens = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
                 scores = gl.where(tokens[None, :] <= query_positions[:, None], scores, float("-inf"))
-                peak = gl.full([_HALF_M_], float("-inf"), gl.float32, row_layout)
+                peak = gl.full([_HALF_M], float("-inf"), gl.float32, row_layout)
                 weights, _decay, peak, total = _softmax(scores, peak, total * 0.0, scale_log2)
                 weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
 
@@ -273,13 +266,11 @@ def _consume(
                     kv_tiles,
                     query,
                     ring,
-                    turns,
                     query_positions,
                     scale_log2,
                     CONSUMER,
                     False,
                     NUM_STAGES,
-                    ALTERNATE,
                 )
                 state = _steps(
                     state,
@@ -289,13 +280,11 @@ def _consume(
                     kv_tiles,
                     query,
                     ring,
-                    turns,
                     query_positions,
                     scale_log2,
                     CONSUMER,
                     True,
                     NUM_STAGES,
-                    ALTERNATE,
                 )
                 acc, weights, peak, total = state
 
@@ -312,10 +301,10 @@ def _consume(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(stage), count=1)
             query.store((acc / total[:, None]).to(dtype))
-            gl.store(out + token * out_stride_token + head * out_stride_head + dims, query.load(memory), mask=stored)
+            gl.store(out + (token * out_heads + head) * HEAD_DIM + dims, query.load(memory), mask=stored)
 
 
-@gluon.jit(do_not_specialize=["rows", "kv_heads", "tiles", "table_stride"])
+@gluon.jit(do_not_specialize=["rows", "kv_heads", "tiles", "q_heads", "out_heads", "table_stride"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -329,60 +318,92 @@ def _prefill_kernel(
     rows,
     kv_heads,
     tiles,
-    q_stride_token,
-    q_stride_head,
-    out_stride_token,
-    out_stride_head,
+    q_heads,
+    out_heads,
     table_stride,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    MAX_ROWS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
-    ALTERNATE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     dtype: gl.constexpr = k_cache.dtype
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
-    query_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M_, HEAD_DIM], dtype)
+    query_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, HEAD_DIM], dtype)
     barriers: gl.constexpr = [NUM_STAGES, 1]
     k_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, HEAD_DIM], tile_layout)
     v_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, HEAD_DIM], tile_layout)
-    queries = gl.allocate_shared_memory(dtype, [2, _HALF_M_, HEAD_DIM], query_layout)
+    queries = gl.allocate_shared_memory(dtype, [2, _HALF_M, HEAD_DIM], query_layout)
     k_full = gl.allocate_shared_memory(gl.int64, barriers, mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, barriers, mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, barriers, mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, barriers, mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
 
     work = (query_start, seq_lens, slots, rows, kv_heads, tiles)
-    tensors = (q, out, q_stride_token, q_stride_head, out_stride_token, out_stride_head)
+    tensors = (q, out, q_heads, out_heads)
     ring = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
     source = (k_cache, v_cache, k_ring, v_ring, k_full, k_empty, v_full, v_empty)
-    BLOCK_Q: gl.constexpr = 2 * (_HALF_M_ // GROUP)
+    BLOCK_Q: gl.constexpr = 2 * (_HALF_M // GROUP)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (ring, turns, queries.index(0), work, tensors, scale_log2, 0, GROUP, MAX_ROWS, NUM_STAGES, ALTERNATE),
-            ),
-            (
-                _consume,
-                (ring, turns, queries.index(1), work, tensors, scale_log2, 1, GROUP, MAX_ROWS, NUM_STAGES, ALTERNATE),
-            ),
-            (_produce, (source, work, block_tables, table_stride, BLOCK_Q, BLOCK_N, BLOCK_SIZE, MAX_ROWS, NUM_STAGES)),
+            (_consume, (ring, queries.index(0), work, tensors, scale_log2, 0, GROUP, NUM_STAGES)),
+            (_consume, (ring, queries.index(1), work, tensors, scale_log2, 1, GROUP, NUM_STAGES)),
+            (_produce, (source, work, block_tables, table_stride, BLOCK_Q, BLOCK_N, BLOCK_SIZE, NUM_STAGES)),
         ],
         [4, 1],
         [232, 40],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A tensor, as far as a descriptor needs it; unlike one it keeps no memory allocated."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@functools.lru_cache(maxsize=1024)
+def _pages(address: int, dtype: torch.dtype, num_rows: int, block_size: int) -> TensorDescriptor:
+    """A layer's K or V as [num_rows, head_dim], of which a page's rows, at most a tile's, come in one box per panel."""
+    box = [min(block_size, _BLOCK_N), _PANEL]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # the same for fp16
+    return TensorDescriptor(_Address(address, dtype), [num_rows, _HEAD_DIM], [_HEAD_DIM, 1], box, layout)
+
+
+@functools.cache
+def _compiled(device: torch.device, dtype: torch.dtype, group: int, block_size: int) -> tuple[CompiledKernel, tuple]:
+    """The kernel for 16-byte-aligned tensors, and its constants."""
+    pages = _pages(0, dtype, 1, block_size)
+    launch = pdl_options(device)
+    constants = (group, _HEAD_DIM, block_size, _BLOCK_N, _NUM_STAGES, launch["PDL"])
+    kernel = _prefill_kernel.warmup(
+        dtype,
+        pages,
+        pages,
+        *[torch.int32] * 4,
+        dtype,
+        1.0,
+        *[1] * 6,
+        *constants,
+        grid=(1,),
+        num_warps=4,
+        maxnreg=168,
+        **{name: value for name, value in launch.items() if name != "PDL"},
+    )
+    return kernel, constants
 
 
 def prefill_attention(
@@ -395,28 +416,20 @@ def prefill_attention(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor,
-    BLOCK_N: int = 128,
-    NUM_STAGES: int = 2,
-    ALTERNATE: bool = True,
-    persistent: bool = True,
 ) -> None:
+    """For tensors that `prefill.suits_hopper`."""
     tokens, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
+    num_blocks, num_kv_heads, block_size, _ = k_cache.shape
     rows = slots.shape[0]
     group = num_heads // num_kv_heads
-    box = [min(block_size, BLOCK_N), 64]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # the same for all 16-bit types
-    k_pages, v_pages = (
-        TensorDescriptor.from_tensor(cache.view(-1, head_dim), box, layout) for cache in (k_cache, v_cache)
-    )
-    tiles = tokens // (2 * (_HALF_M // group)) + rows
-    programs = num_kv_heads * tiles
-    if persistent:
-        programs = min(programs, num_sms(q.device))
-    _prefill_kernel[(programs,)](
+    num_rows = num_blocks * num_kv_heads * block_size
+    tiles = tokens // (2 * (_HALF_M.value // group)) + rows
+    kernel, constants = _compiled(q.device, q.dtype, group, block_size)
+    # Not through Triton's look-up by the types of all arguments, which takes longer than the rest of the call.
+    kernel[min(num_kv_heads * tiles, num_sms(q.device)), 1, 1](
         q,
-        k_pages,
-        v_pages,
+        _pages(k_cache.data_ptr(), k_cache.dtype, num_rows, block_size),
+        _pages(v_cache.data_ptr(), v_cache.dtype, num_rows, block_size),
         block_tables,
         slots,
         query_start,
@@ -426,18 +439,8 @@ def prefill_attention(
         rows,
         num_kv_heads,
         tiles,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        q.stride(0) // head_dim,
+        out.stride(0) // head_dim,
         block_tables.stride(0),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_N=BLOCK_N,
-        MAX_ROWS=max(64, triton.next_power_of_2(rows)),
-        NUM_STAGES=NUM_STAGES,
-        ALTERNATE=ALTERNATE,
-        num_warps=4,
-        maxnreg=168,
+        *constants,
     )
