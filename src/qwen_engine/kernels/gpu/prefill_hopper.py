@@ -151,7 +151,6 @@ def _steps(
     ring,
     query_positions,
     scale_log2,
-    CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
@@ -268,7 +267,6 @@ def _consume(
                     ring,
                     query_positions,
                     scale_log2,
-                    CONSUMER,
                     False,
                     NUM_STAGES,
                 )
@@ -282,7 +280,6 @@ def _consume(
                     ring,
                     query_positions,
                     scale_log2,
-                    CONSUMER,
                     True,
                     NUM_STAGES,
                 )
@@ -300,7 +297,7 @@ def _consume(
                 acc = warpgroup_mma(weights, values, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(stage), count=1)
-            query.store((acc / total[:, None]).to(dtype))
+            query.store((acc * (1.0 / total)[:, None]).to(dtype))
             gl.store(out + (token * out_heads + head) * HEAD_DIM + dims, query.load(memory), mask=stored)
 
 
