@@ -14,8 +14,10 @@ from qwen_engine.kernels import gpu, reference  # noqa: E402
 from qwen_engine.kernels.gpu import (  # noqa: E402
     decode,
     filters,
+    prefill,
     tiled_linear,
 )
+from qwen_engine.kernels.gpu.common import num_sms  # noqa: E402
 from qwen_engine.kernels.gpu.decode import choose_num_splits, splits_to_fill  # noqa: E402
 from qwen_engine.kernels.gpu.prefill import _rows_and_span  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
@@ -72,6 +74,46 @@ def test_prefill_attention_equals_fp64(dtype, spans):
 def test_prefill_attention_takes_any_group_head_and_block_size(heads, head_dim, block_size):
     spans = [(20, 20), (9, 50), (0, 0), (1, 70)]
     checks.check_prefill(gpu, "cpu", torch.float16, spans, heads, head_dim, block_size)
+
+
+def _hopper_tensors(*, dtype=torch.bfloat16, heads=(8, 1), head_dim=128, block_size=16, tokens=300):
+    num_heads, num_kv_heads = heads
+    q = torch.zeros(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[:, :num_heads]
+    caches = (torch.zeros(40, num_kv_heads, block_size, head_dim, dtype=dtype) for _ in range(2))
+    return q, *caches, torch.zeros(tokens, num_heads, head_dim, dtype=dtype)
+
+
+def test_the_kernel_for_hopper_takes_what_it_is_written_for():
+    q, k, v, out = _hopper_tensors()
+    assert prefill.suits_hopper(q, k, v, out)
+    assert prefill.suits_hopper(*_hopper_tensors(dtype=torch.float16, heads=(5, 5), block_size=8))
+    assert not prefill.suits_hopper(*_hopper_tensors(dtype=torch.float32))
+    assert not prefill.suits_hopper(*_hopper_tensors(head_dim=64))
+    assert not prefill.suits_hopper(*_hopper_tensors(block_size=4))
+    assert not prefill.suits_hopper(*_hopper_tensors(heads=(65, 1)))
+    assert not prefill.suits_hopper(q, k[:, :, 8:], v, out)
+    assert not prefill.suits_hopper(q, k, v[:, :, ::2], out)
+    assert not prefill.suits_hopper(q, k.half(), v, out)
+    assert not prefill.suits_hopper(q, k, v, out.half())
+    assert not prefill.suits_hopper(q[:, ::2], k, v, out)
+    assert not prefill.suits_hopper(q.flatten()[4 : 4 + 128 * 8].view(1, 8, 128), k, v, out)
+
+
+def test_the_kernel_for_hopper_is_chosen_for_many_tiles_that_suit_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(prefill, "hopper_attention", lambda device: lambda *args: calls.append(args[0].shape[0]))
+    least = 8 * (prefill._PIECES_PER_SM * num_sms(torch.device("cpu")) + 1)
+    one = torch.zeros(1, dtype=torch.int32)
+    for tokens, dtype in ((least, torch.bfloat16), (least - 1, torch.bfloat16), (least, torch.float32)):
+        q, k, v, out = _hopper_tensors(tokens=tokens, dtype=dtype)
+        starts = torch.zeros(2, dtype=torch.int32)  # of a row without queries
+        arguments = (q, k, v, torch.zeros(1, 40, dtype=torch.int32), one, starts, one, 0.1, 8, tokens)
+        assert gpu.prefill_attention(*arguments, out) is out
+    assert calls == [least]
+
+
+def test_a_cpu_has_no_kernel_for_hopper():
+    assert prefill.hopper_attention(torch.device("cpu")) is None
 
 
 @triton.jit

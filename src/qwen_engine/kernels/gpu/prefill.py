@@ -11,7 +11,13 @@ A few tiles behind a long context would leave most of the device idle, so then t
 means of V a second kernel weighs (as in `decode`). How tiles and spans are numbered follows on the device from the
 lengths of the rows, so that one captured call serves any rows: a program takes every num_programs-th of them. In a row
 those of the last queries, which have the longest way, come first.
+
+On Hopper the kernel of `prefill_hopper` takes steps that have more tiles than are split.
 """
+
+import functools
+import os
+from collections.abc import Callable
 
 import torch
 import triton
@@ -319,6 +325,37 @@ def launch_shape(head_dim: int, dot_rows: int, *, element_size: int, shared_memo
     return {"BLOCK_M": 64 if dot_rows > 16 else 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": num_stages}
 
 
+@functools.cache
+def hopper_attention(device: torch.device) -> Callable[..., None] | None:
+    """`prefill_hopper.prefill_attention` where it can run; QWEN_ENGINE_HOPPER=0 in the environment turns it off.
+
+    Gluon, in which it is written, changes with every Triton, so others than the tested one are left to this module.
+    """
+    wanted = os.environ.get("QWEN_ENGINE_HOPPER", "1") != "0" and triton.__version__.startswith("3.6.")
+    if not wanted or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    from qwen_engine.kernels.gpu import prefill_hopper
+
+    return prefill_hopper.prefill_attention
+
+
+def suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether `hopper_attention` is right for tensors of such dtypes, shapes, strides and addresses."""
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == k_cache.dtype == v_cache.dtype == out.dtype
+        and head_dim == 128
+        and num_heads // num_kv_heads <= 64
+        and block_size >= 8  # rows of shared memory that TMA swizzles together
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and all(t.data_ptr() % 16 == 0 for t in (q, k_cache, v_cache, out))
+        and all(t.stride(1) == head_dim and t.stride(0) % head_dim == 0 for t in (q, out))
+    )
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -347,7 +384,12 @@ def prefill_attention(
     tiles = (tokens // (block_m // group) + rows) * num_kv_heads  # at most, all heads together
     max_pieces = _PIECES_PER_SM * num_sms(q.device)
     # Never more tokens than the tiles that may be split: then a few programs, which share out what there is.
-    may_split = max_seq_len > _MIN_SPAN.value and tokens // (block_m // group) * num_kv_heads <= max_pieces
+    few_tiles = tokens // (block_m // group) * num_kv_heads <= max_pieces
+    hopper = None if few_tiles else hopper_attention(q.device)
+    if hopper and suits_hopper(q, k_cache, v_cache, out):
+        hopper(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, out)
+        return out
+    may_split = few_tiles and max_seq_len > _MIN_SPAN.value
     programs = _PROGRAMS_PER_SM * num_sms(q.device) if may_split else tiles
     num_partials = 2 * max_pieces * block_m if may_split else 0
     partial_out = torch.empty(num_partials, head_dim, dtype=torch.float32, device=q.device)
