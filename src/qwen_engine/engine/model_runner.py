@@ -208,11 +208,13 @@ class ModelRunner:
 
     def _launch_all(self, max_num_batched_tokens: int) -> None:
         max_num_seqs = len(self.tables.known_tokens)
-        # Eager ones: many prompts, a long one, many short ones behind a context.
+        # Eager ones: of many tokens in many prompts or few, of fewer tokens in as many, and of these behind a context.
         for step in (
             self._trial_step(max_num_seqs, max_num_batched_tokens),
-            self._trial_step(1, max_num_batched_tokens, top_p=1.0),
-            self._trial_step(max(max_num_seqs // 2, 1), 5 * max_num_seqs, context=1024),
+            self._trial_step(min(4, max_num_seqs), max_num_batched_tokens, top_p=1.0),
+            self._trial_step(min(4, max_num_seqs), min(2000, max_num_batched_tokens)),
+            self._trial_step(max_num_seqs // 2 + 1, min(5 * max_num_seqs, max_num_batched_tokens)),
+            self._trial_step(max_num_seqs // 2 + 1, min(5 * max_num_seqs, max_num_batched_tokens), context=1024),
         ):
             self._execute(step, None)
         for calls, sizes in self._parts_to_capture():

@@ -20,6 +20,11 @@ _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 _ZEROED = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
 
 
+def only_compiles() -> bool:
+    """Whether this is inside `compile_launched`, where what Triton calls a kernel is a promise of one."""
+    return _only_compiles.get()
+
+
 class Kernel:
     """A Triton function that the host launches, as kernel[grid](...); inside `compile_launched` it is only compiled."""
 
@@ -27,7 +32,7 @@ class Kernel:
         self.function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return functools.partial(self.function.run, grid=grid, warmup=_only_compiles.get())
+        return functools.partial(self.function.run, grid=grid, warmup=only_compiles())
 
 
 def compile_launched(steps: Callable[[], object], device: torch.device) -> None:

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qwen_engine.kernels.gpu.common import LOG2_E, let_next_start, num_sms, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.launching import only_compiles
 
 _HEAD_DIM = 128
 _HALF_M = gl.constexpr(64)  # dot rows of a consumer: what one warp group's instruction takes
@@ -380,8 +381,7 @@ def _pages(address: int, dtype: torch.dtype, num_rows: int, block_size: int) -> 
     return TensorDescriptor(_Address(address, dtype), [num_rows, _HEAD_DIM], [_HEAD_DIM, 1], box, layout)
 
 
-@functools.cache
-def _compiled(device: torch.device, dtype: torch.dtype, group: int, block_size: int) -> tuple[CompiledKernel, tuple]:
+def _compile(device: torch.device, dtype: torch.dtype, group: int, block_size: int) -> tuple[CompiledKernel, tuple]:
     """The kernel for 16-byte-aligned tensors, and its constants."""
     pages = _pages(0, dtype, 1, block_size)
     launch = pdl_options(device)
@@ -403,6 +403,9 @@ def _compiled(device: torch.device, dtype: torch.dtype, group: int, block_size: 
     return kernel, constants
 
 
+_compiled = functools.cache(_compile)
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -421,6 +424,9 @@ def prefill_attention(
     group = num_heads // num_kv_heads
     num_rows = num_blocks * num_kv_heads * block_size
     tiles = tokens // (2 * (_HALF_M.value // group)) + rows
+    if only_compiles():
+        _compile(q.device, q.dtype, group, block_size)
+        return
     kernel, constants = _compiled(q.device, q.dtype, group, block_size)
     # Not through Triton's look-up by the types of all arguments, which takes longer than the rest of the call.
     kernel[min(num_kv_heads * tiles, num_sms(q.device)), 1, 1](
