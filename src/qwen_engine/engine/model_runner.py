@@ -22,7 +22,7 @@ from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.cuda_graphs import CudaGraphs, GraphSizes, Part
 from qwen_engine.engine.decode_step import DecodeStep
-from qwen_engine.engine.mixed_step import MixedStep
+from qwen_engine.engine.mixed_step import MAX_CHUNKS, MixedStep
 from qwen_engine.engine.slot_tables import SlotTables
 from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
@@ -208,13 +208,14 @@ class ModelRunner:
 
     def _launch_all(self, max_num_batched_tokens: int) -> None:
         max_num_seqs = len(self.tables.known_tokens)
-        # Eager ones: of many tokens in many prompts or few, of fewer tokens in as many, and of these behind a context.
+        few, many = min(4, max_num_seqs), min(MAX_CHUNKS + 1, max_num_seqs)
+        # What runs eagerly: many tokens in many prompts or few, fewer tokens, many short prompts, behind a context too.
         for step in (
             self._trial_step(max_num_seqs, max_num_batched_tokens),
-            self._trial_step(min(4, max_num_seqs), max_num_batched_tokens, top_p=1.0),
-            self._trial_step(min(4, max_num_seqs), min(2000, max_num_batched_tokens)),
-            self._trial_step(max_num_seqs // 2 + 1, min(5 * max_num_seqs, max_num_batched_tokens)),
-            self._trial_step(max_num_seqs // 2 + 1, min(5 * max_num_seqs, max_num_batched_tokens), context=1024),
+            self._trial_step(few, max_num_batched_tokens, top_p=1.0),
+            self._trial_step(few, min(2000, max_num_batched_tokens)),
+            self._trial_step(many, min(10 * many, max_num_batched_tokens)),
+            self._trial_step(many, min(10 * many, max_num_batched_tokens), context=1024),
         ):
             self._execute(step, None)
         for calls, sizes in self._parts_to_capture():
