@@ -63,8 +63,6 @@ torch.cuda.device = lambda _: contextlib.nullcontext()
 COMPILE_AHEAD = (
     DRIVER
     + """
-from qwen_engine import kernels
-from qwen_engine.kernels import gpu
 from qwen_engine.kernels.gpu import bookkeeping, compile_launched, elementwise
 from qwen_engine.kernels.gpu.launching import Kernel
 
@@ -91,9 +89,6 @@ def all_steps():
     _broken_kernel[(1,)](torch.zeros(1))
 
 
-kernels._backend = lambda _: gpu
-kernels.load_compiler(torch.device("cpu"))
-first = [name for name, _ in loaded]
 compile_launched(all_steps, torch.device("cpu"))
 ahead = {"loaded": sorted(name for name, _ in loaded), "launched": list(launched), "result": results[0]}
 threads = {thread for _, thread in loaded}
@@ -103,7 +98,6 @@ try:
 except triton.CompilationError as error:
     broken = "no_such_name" in str(error)
 print(json.dumps({
-    "first": first,
     "ahead": ahead,
     "threads": all("compiler" in name for name in threads),
     "loaded later": len(loaded) - len(ahead["loaded"]),
@@ -143,10 +137,11 @@ def compile_nothing(source, **_):
 triton.compiler.compile = compile_nothing
 
 from qwen_engine import kernels
-from qwen_engine.config import ModelConfig
+from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine.cuda_graphs import GraphSizes, decode_sizes, mixed_sizes
 from qwen_engine.engine.model_runner import ModelRunner
+from qwen_engine.engine.rank import RankSetup
 from qwen_engine.kernels import gpu
 from qwen_engine.kernels.gpu import decode, prefill
 from qwen_engine.kernels.gpu.launching import _EmptyIsZero
@@ -164,8 +159,12 @@ sizes = GraphSizes(decode_sizes(SEQS), mixed_sizes(200, TOKENS))
 runner = ModelRunner(
     model, config, tp=TPGroup(), max_num_seqs=SEQS, max_model_len=LENGTH, block_size=16, graph_sizes=sizes, **here
 )
+options = EngineConfig(model="", max_num_seqs=SEQS, max_num_batched_tokens=TOKENS)
+RankSetup(options, Path(), config, max_model_len=LENGTH, **here)._compile_prefill()
+slowest = asked.copy()
 runner.compile_kernels(TOKENS)
 ahead = len(asked)
+variants = asked.count("_prefill_kernel")
 runner.allocate_kv_cache(8)
 
 
@@ -201,7 +200,9 @@ with _EmptyIsZero():
         for lengths in ([5], [7, 33, 100], [2900], [10] * 70, [16] * 100, [9, 1, 1]):
             run(lengths, params, 2 * number)
             run(lengths[:70], params, 2 * number, context=600)
-print(json.dumps({"ahead": ahead, "late": asked[ahead:], "launched": len(launched)}))
+print(json.dumps({
+    "slowest": slowest, "variants": variants, "ahead": ahead, "late": asked[ahead:], "launched": len(launched)
+}))
 """
 )
 
@@ -225,7 +226,6 @@ def run_script(folder, text):
 
 def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
     found = run_script(tmp_path, COMPILE_AHEAD)
-    assert found["first"] == ["_decode_inputs_kernel"]
     # One of each, whatever the number of rows.
     assert found["ahead"]["loaded"] == ["_advance_kernel", "_decode_inputs_kernel", "_silu_mul_kernel"]
     assert found["ahead"]["launched"] == []
@@ -254,6 +254,8 @@ def test_no_step_compiles_a_kernel_once_the_engine_is_ready(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = run_script(tmp_path, STEPS)
+    assert found["slowest"] == ["_prefill_kernel"]
+    assert found["variants"] == 4  # with and without spans, for few rows and for many; the slowest is one of them
     assert found["ahead"] > 20
     assert found["late"] == []
     assert found["launched"] > 0

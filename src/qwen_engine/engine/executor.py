@@ -103,7 +103,7 @@ class Executor:
         """Seconds of each part of the start, in order."""
         self._tp = TPGroup()
         try:
-            setup.load_compiler()
+            compiling = setup.begin_compiling()
             if setup.config.tensor_parallel_size > 1:
                 with self._phase("ranks"):
                     self._start_ranks()
@@ -111,7 +111,7 @@ class Executor:
                 check = None if self._workers is None else self._workers.check
                 self.runner = setup.load_runner(self._tp, check)
             with self._phase("compile"):
-                compile_kernels = functools.partial(setup.compile_kernels, self.runner)
+                compile_kernels = functools.partial(setup.compile_kernels, self.runner, compiling)
                 self._watched(compile_kernels, LOAD_TIMEOUT_S, "compiling the kernels")
             with self._phase("profile"):
                 self.num_kv_blocks = self._fewest_kv_blocks()

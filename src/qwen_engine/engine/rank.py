@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -67,10 +68,35 @@ class RankSetup:
             max_model_len=_max_model_len(config, model_config),
         )
 
-    def load_compiler(self) -> None:
-        """Begins to load the compiler of a GPU's kernels, beside what a rank has to do before it needs it."""
-        if self.device.type == "cuda":
-            threading.Thread(target=kernels.load_compiler, args=(self.device,)).start()
+    def begin_compiling(self) -> threading.Thread | None:
+        """Loads the compiler of a GPU's kernels and compiles the one that takes longest, beside what a rank does first.
+        None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        thread = threading.Thread(target=self._compile_prefill)
+        thread.start()
+        return thread
+
+    def _compile_prefill(self) -> None:
+        model, config = self.model_config, self.config
+        heads, kv_heads = (
+            max(1, number // config.tensor_parallel_size) for number in (model.num_heads, model.num_kv_heads)
+        )
+
+        def prefill() -> None:
+            here = {"dtype": self.dtype, "device": self.device}
+            qkv = torch.empty(config.max_num_batched_tokens, heads + 2 * kv_heads, model.head_dim, **here)
+            cache = torch.empty(2, 1, kv_heads, config.block_size, model.head_dim, **here)
+            max_blocks = -(-self.max_model_len // config.block_size)
+            tables, slots, starts = (
+                torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in ((1, max_blocks), 1, 2)
+            )
+            lengths = (len(qkv), self.max_model_len)
+            kernels.prefill_attention(qkv[:, :heads], *cache, tables, slots, starts, slots, 1.0, *lengths)
+
+        # What is wrong with the compiler is said by the next who needs it.
+        with contextlib.suppress(Exception), torch.cuda.device(self.device):
+            kernels.compile_launched(prefill, self.device)
 
     def with_peer_memory(self, tp: TPGroup, store: dist.Store) -> TPGroup:
         """The group with memory that its GPUs share, where all of them can. All ranks call it at once."""
@@ -111,9 +137,10 @@ class RankSetup:
             check_agreement=config.debug_checks and tp.size > 1,
         )
 
-    def compile_kernels(self, runner: ModelRunner) -> None:
-        """What a CPU runs needs no compiling. All ranks call it at once."""
-        if self.device.type == "cuda":
+    def compile_kernels(self, runner: ModelRunner, begun: threading.Thread | None) -> None:
+        """Compiles what `begin_compiling` has left. All ranks call it at once."""
+        if begun is not None:
+            begun.join()
             runner.compile_kernels(self.config.max_num_batched_tokens)
 
     def num_kv_blocks(self, runner: ModelRunner) -> int:

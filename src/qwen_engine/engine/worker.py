@@ -56,7 +56,7 @@ def serve(setup: RankSetup, store: dist.Store, link: StatusLink, *, rank: int, h
     host: this machine's address for sockets between ranks.
     """
     size = setup.config.tensor_parallel_size
-    setup.load_compiler()
+    compiling = setup.begin_compiling()
     store.set(f"started/{rank}", "1")
     store.wait(["all started"], timedelta(seconds=LOAD_TIMEOUT_S))
     timeout_s = 2 * setup.config.step_timeout_s
@@ -65,7 +65,7 @@ def serve(setup: RankSetup, store: dist.Store, link: StatusLink, *, rank: int, h
     )
     tp = setup.with_peer_memory(tp, store)
     runner = setup.load_runner(tp)
-    setup.compile_kernels(runner)
+    setup.compile_kernels(runner, compiling)
     store.set(f"kv_blocks/{rank}", str(setup.num_kv_blocks(runner)))
     subscriber = channel.connect(store.get("channel").decode(), index=rank - 1)
     runner.allocate_kv_cache(int(store.get("num_kv_blocks")))

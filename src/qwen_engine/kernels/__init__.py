@@ -17,7 +17,6 @@ Conventions shared by all of them:
 - Arithmetic is fp32 inside, rounded once to the output's dtype (bf16, fp16 or fp32).
 """
 
-import contextlib
 from collections.abc import Callable
 from types import ModuleType
 
@@ -43,17 +42,6 @@ def compile_launched(steps: Callable[[], object], device: torch.device) -> None:
     from qwen_engine.kernels import gpu
 
     gpu.compile_launched(steps, device)
-
-
-def load_compiler(device: torch.device) -> None:
-    """Do what comes before the first kernel of a CUDA device is compiled, beside something else if need be.
-
-    The compiler is large: it is loaded, it hashes itself, and it builds a module of its own where none is cached.
-    """
-    # What is wrong with the compiler is said by the next who needs it.
-    with contextlib.suppress(Exception), torch.cuda.device(device):
-        slots = torch.empty(0, dtype=torch.int32, device=device)
-        compile_launched(lambda: decode_inputs(slots, slots, slots, slots), device)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
