@@ -7,6 +7,7 @@ program takes a share of the columns. Only the shape of the tiles follows from t
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,8 +15,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qwen_engine.kernels.gpu.common import dot_dtype, let_next_start, num_sms, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import (
+    dot_dtype,
+    let_next_start,
+    num_sms,
+    pdl_options,
+    shared_memory_bytes,
+    wait_for_inputs,
+)
 
+_SPARE_BYTES = 2048  # of shared memory, for what the compiler needs beside the stages
 _X_TILES_AT_ONCE = 8  # neighbouring programs share tiles of x and of the weight in the L2
 
 
@@ -54,6 +63,12 @@ def tiles_for(gated: bool, num_rows: int, x_rows: int, dtype: torch.dtype, sms: 
         if triton.cdiv(num_rows, tiles.rows) * triton.cdiv(x_rows, tiles.x_rows) >= sms:
             break
     return tiles
+
+
+def _stages(tiles: Tiles, gated: bool, device: torch.device) -> int:
+    """As many as the tiles ask for, fewer where the device has no room for them."""
+    stage_bytes = 2 * tiles.columns * (tiles.rows * (1 + gated) + tiles.x_rows)
+    return max(2, min(tiles.stages, (shared_memory_bytes(device) - _SPARE_BYTES) // stage_bytes))
 
 
 @triton.jit
@@ -128,14 +143,18 @@ def _product_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & (xs < x_rows)[None, :])
 
 
+@cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _has_tma(*operands: torch.Tensor) -> bool:
-    """Whether the copy engine can fetch tiles of these: it wants Hopper and 16-byte steps."""
+    """Whether the copy engine of Hopper can fetch tiles of these: it takes steps of 16 bytes."""
     return all(
-        tensor.is_cuda
-        and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+        _has_copy_engine(tensor.device)
         and tensor.element_size() == 2
         and tensor.data_ptr() % 16 == 0
-        and tensor.stride(0) * tensor.element_size() % 16 == 0
+        and tensor.stride(0) % 8 == 0
         for tensor in operands
     )
 
@@ -165,7 +184,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, gated: 
         TMA=tma,
         DOT_DTYPE=dot_dtype(x.dtype),
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_stages=_stages(tiles, gated, x.device),
         enable_fp_fusion=False,
         **pdl_options(x.device),
     )

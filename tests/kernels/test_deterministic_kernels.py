@@ -7,7 +7,7 @@ import row_checks
 import torch
 
 if torch.cuda.is_available():
-    pytest.skip("test_deterministic_gpu.py runs the compiled kernels here", allow_module_level=True)
+    pytest.skip("test_deterministic_kernels_gpu.py runs the compiled kernels here", allow_module_level=True)
 pytest.importorskip("triton")
 
 from triton.runtime import interpreter
