@@ -39,10 +39,11 @@ class Tiles:
     stages: int
 
 
-# For few rows of x: as many bytes of the weight in flight as fit.
+# For few rows of x: as many bytes of the weight in flight as fit. Gated products have more tiles than a GPU has
+# multiprocessors, so two share one of these.
 _FEW_ROWS = {
     False: (Tiles(64, 16, 256, 4, 5), Tiles(64, 32, 256, 4, 4), Tiles(64, 64, 128, 4, 6)),
-    True: (Tiles(64, 16, 128, 4, 5), Tiles(64, 32, 128, 4, 5), Tiles(64, 64, 64, 4, 4)),
+    True: (Tiles(64, 16, 128, 4, 3), Tiles(64, 32, 64, 4, 5), Tiles(64, 64, 64, 4, 4)),
 }
 # For many: the largest that gives every multiprocessor a tile.
 _MANY_ROWS = {
