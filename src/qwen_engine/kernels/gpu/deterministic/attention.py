@@ -60,7 +60,7 @@ def _merge_sums(peak, total, span_peak, span_total):
 @triton.jit
 def _merge_tiles(acc, total, peak, span_acc, span_total, span_peak):
     peak, total, keep, take = _merge_sums(peak, total, span_peak, span_total)
-    return tl.fma(acc, keep[:, None] + tl.zeros_like(acc), span_acc * take[:, None]), total, peak
+    return tl.fma(acc, keep[:, None], span_acc * take[:, None]), total, peak
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def _merge_kernel(
             inside = dims < tl.where(is_span, HEAD_DIM, 0)
             span_acc = tl.load(partial_acc + partial * HEAD_DIM + dims, mask=inside, other=0.0)
             peak, total, keep, take = _merge_sums(peak, total, span_peak, span_total)
-            acc = tl.fma(acc, keep + tl.zeros_like(acc), span_acc * take)
+            acc = tl.fma(acc, keep, span_acc * take)
     acc = acc / tl.where(num_spans > 0, total, 1.0)
     tl.store(out + row * out_stride_row + head * out_stride_head + dims, acc.to(out.dtype.element_ty))
 
