@@ -87,7 +87,14 @@ class RankSetup:
         )
         available = _available_bytes(self.device)
         memory.check_weights_fit(num_elements * memory.dtype_bytes(self.dtype), available, self.device)
-        model = Qwen3Model(model_config, tp=tp, max_model_len=self.max_model_len, dtype=self.dtype, device=self.device)
+        model = Qwen3Model(
+            model_config,
+            tp=tp,
+            max_model_len=self.max_model_len,
+            deterministic=config.deterministic,
+            dtype=self.dtype,
+            device=self.device,
+        )
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed + tp.rank)
         else:
