@@ -454,7 +454,7 @@ def bench_sampling(table: Table) -> None:
             calls=[partial(gpu.gumbel_argmax, x, heat, seeds, positions) for x in sets],
             moved=size,
         )
-        logprobs, _ = gpu.token_logprobs(sets[0], chosen)
+        logprobs = gpu.token_logprobs(sets[0], chosen)[0]
         table.row(
             "token_logprobs",
             f"{rows} x {VOCABULARY}",

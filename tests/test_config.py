@@ -274,6 +274,7 @@ def test_model_names_that_lead_nowhere_give_one_line(tmp_path):
         ("kv_cache_bytes", [0, -1, 1.5, "4G"]),
         ("enable_prefix_caching", ["yes", 1, None]),
         ("enforce_eager", ["no", 0]),
+        ("deterministic", ["on", 1]),
         ("load_format", ["pt", None]),
         ("seed", [-1, 2**64, 1.0, None]),
         ("scheduling_policy", ["lifo", None]),

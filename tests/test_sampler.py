@@ -464,6 +464,14 @@ def test_top_logprobs_are_raw_log_softmax_with_ranks():
         assert torch.equal(values.ranks, ranks)
 
 
+def test_the_top_of_equals_are_the_lowest_ids_in_any_batch():
+    row = torch.tensor([1.0, -0.0, 3.0, 0.0, 3.0, -2.0, 1.0, 1.0, -2.0, -math.inf])
+    for rows in (1, 2, 40):  # more than are ranked at once
+        values = top_logprobs(row.bfloat16().expand(rows, -1), torch.zeros(rows, dtype=torch.int64), len(row))
+        assert values.top_ids.tolist() == [[2, 4, 0, 6, 7, 1, 3, 5, 8, 9]] * rows
+        assert torch.equal(values.top_logprobs[:, 2], values.logprobs)
+
+
 @pytest.mark.parametrize("vocab", [5, 32, 61, 64])
 def test_masked_rows_choose_among_the_allowed_ids_and_leave_the_others_alone(vocab):
     """A mask is what `allowed_token_ids` would be, for one step and whatever other features the row has."""

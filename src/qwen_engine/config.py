@@ -160,6 +160,7 @@ class EngineConfig:
     kv_cache_bytes: size of the KV pool (default: what gpu_memory_utilization leaves; on a CPU up to 4 GiB).
     enable_prefix_caching: share KV blocks between requests with equal prefixes.
     enforce_eager: never use CUDA graphs.
+    deterministic: a request gets the same bits, tokens and logprobs, whatever runs beside it; slower.
     enable_custom_all_reduce: between GPUs of one host, sum through one another's memory instead of NCCL where possible.
     load_format: auto and safetensors read the checkpoint; dummy fills random weights on the device.
     seed: seed of dummy weights and of requests that bring none.
@@ -184,6 +185,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    deterministic: bool = False
     enable_custom_all_reduce: bool = True
     load_format: str = "auto"
     seed: int = 0
@@ -218,6 +220,7 @@ class EngineConfig:
         for name in (
             "enable_prefix_caching",
             "enforce_eager",
+            "deterministic",
             "enable_custom_all_reduce",
             "debug_checks",
             "skip_tokenizer_init",

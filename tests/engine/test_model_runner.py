@@ -47,7 +47,7 @@ def test_two_layers_launch_every_kernel_that_the_whole_model_does(make_tiny_mode
     recorded = RecordedKernels()
     with LLM(make_tiny_model(num_hidden_layers=5), device="cpu", skip_tokenizer_init=True, max_num_seqs=4) as llm:
         runner = llm.core._executor.runner
-        monkeypatch.setattr(kernels, "_backend", lambda _: recorded)
+        monkeypatch.setattr(kernels, "_backend", lambda *_: recorded)
 
         def run(size: int) -> list[tuple[object, ...]]:
             recorded.calls.clear()

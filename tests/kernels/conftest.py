@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("kernel_checks")
+pytest.register_assert_rewrite("kernel_checks", "row_checks")

@@ -730,8 +730,9 @@ def check_token_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows
     token_ids = torch.randint(0, vocab_size, (rows,), generator=rng, device=device)
     token_ids[0] = logits[0].argmax()
     with poisoned_allocations():
-        logprobs, ranks = impl.token_logprobs(logits, token_ids)
+        logprobs, ranks, normalisers = impl.token_logprobs(logits, token_ids)
     wide = logits.double()
+    torch.testing.assert_close(normalisers.double(), wide.logsumexp(dim=1), atol=5e-6, rtol=1e-6)
     expected = torch.log_softmax(wide, dim=1).gather(1, token_ids[:, None])[:, 0]
     finite = expected.isfinite()
     assert torch.equal(logprobs.isfinite(), finite)

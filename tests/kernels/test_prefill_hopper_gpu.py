@@ -34,7 +34,7 @@ def hopper_calls(monkeypatch):
 @pytest.fixture
 def any_size(monkeypatch):
     """The kernel is chosen for steps of few tiles too."""
-    monkeypatch.setattr(prefill, "_PIECES_PER_SM", -1)
+    monkeypatch.setattr(prefill, "fills_hopper", lambda *_: True)
 
 
 @pytest.mark.parametrize("heads", checks.HEADS, ids=str)

@@ -26,7 +26,8 @@ for size, block, dtype, parts in (
     (2, 512, tl.bfloat16, 1), (2, 4096, tl.bfloat16, 2), (4, 1024, tl.float32, 1)
 ):
     constants = dict(
-        PARTS=parts, RANK=1, SIZE=size, INBOX_WORDS=1 << 20, DTYPE=dtype, MINUS_ZERO=-(2**31), BLOCK=block, PDL=True
+        PARTS=parts, RANK=1, SIZE=size, INBOX_WORDS=1 << 20, DTYPE=dtype, MINUS_ZERO=-(2**31), BLOCK=block, PDL=True,
+        ROUND_SUM=False,
     )
     types = dict.fromkeys(("parts", "residual", "weight", "out"), "*i32")
     types["parts"] = "*i32" if parts == 1 else "*fp32"

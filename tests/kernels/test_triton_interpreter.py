@@ -102,12 +102,18 @@ def test_the_kernel_for_hopper_takes_what_it_is_written_for():
 def test_the_kernel_for_hopper_is_chosen_for_many_tiles_that_suit_it(monkeypatch):
     calls = []
     monkeypatch.setattr(prefill, "hopper_attention", lambda device: lambda *args: calls.append(args[0].shape[0]))
-    least = 8 * (prefill._PIECES_PER_SM * num_sms(torch.device("cpu")) + 1)
+    least = prefill._HOPPER_ROWS_PER_SM * num_sms(torch.device("cpu")) // 8
     one = torch.zeros(1, dtype=torch.int32)
-    for tokens, dtype in ((least, torch.bfloat16), (least - 1, torch.bfloat16), (least, torch.float32)):
+    steps = (
+        (least, 256, torch.bfloat16),
+        (least - 1, 256, torch.bfloat16),
+        (least, 255, torch.bfloat16),
+        (least, 256, torch.float32),
+    )
+    for tokens, max_seq_len, dtype in steps:
         q, k, v, out = _hopper_tensors(tokens=tokens, dtype=dtype)
         starts = torch.zeros(2, dtype=torch.int32)  # of a row without queries
-        arguments = (q, k, v, torch.zeros(1, 40, dtype=torch.int32), one, starts, one, 0.1, 8, tokens)
+        arguments = (q, k, v, torch.zeros(1, 40, dtype=torch.int32), one, starts, one, 0.1, 8, max_seq_len)
         assert gpu.prefill_attention(*arguments, out) is out
     assert calls == [least]
 

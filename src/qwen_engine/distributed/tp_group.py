@@ -47,20 +47,26 @@ class TPGroup:
     check: Callable[[], None] | None = field(default=None, compare=False)
     peers: PeerMemory | None = None
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of `x` over all ranks, in place."""
+    def all_reduce(self, x: torch.Tensor, *, in_rank_order: bool = False) -> torch.Tensor:
+        """Sum of `x` over all ranks, in place.
+
+        in_rank_order: added in fp32 and rounded once. Else the order may depend on the size of x.
+        """
+        if in_rank_order and self.size > 2:  # a sum of two has no order
+            parts = self.all_gather_last_dim(x).unflatten(-1, (self.size, -1)).float().unbind(-2)
+            return x.copy_(functools.reduce(torch.add, parts))
         return self._reduce(x, dist.ReduceOp.SUM)
 
-    def start_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, x: torch.Tensor, *, in_rank_order: bool = False) -> Callable[[], None]:
         """`all_reduce` on a stream of its own, beside what the current one does next. What is returned lets the current
         stream wait for it; `x` is kept until then. On a CPU it is done at once."""
         if not x.is_cuda:
-            self.all_reduce(x)
+            self.all_reduce(x, in_rank_order=in_rank_order)
             return lambda: None
         stream, current = _side_stream(x.device), torch.cuda.current_stream(x.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self.all_reduce(x)
+            self.all_reduce(x, in_rank_order=in_rank_order)
         done = stream.record_event()
         return lambda: torch.cuda.current_stream(x.device).wait_event(done)
 

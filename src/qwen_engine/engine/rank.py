@@ -92,7 +92,17 @@ class RankSetup:
                 torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in ((1, max_blocks), 1, 2)
             )
             lengths = (len(qkv), self.max_model_len)
-            kernels.prefill_attention(qkv[:, :heads], *cache, tables, slots, starts, slots, 1.0, *lengths)
+            kernels.prefill_attention(
+                qkv[:, :heads],
+                *cache,
+                tables,
+                slots,
+                starts,
+                slots,
+                1.0,
+                *lengths,
+                deterministic=config.deterministic,
+            )
 
         # What is wrong with the compiler is said by the next who needs it.
         with contextlib.suppress(Exception), torch.cuda.device(self.device):
@@ -119,7 +129,14 @@ class RankSetup:
         )
         available = _available_bytes(self.device)
         memory.check_weights_fit(num_elements * memory.dtype_bytes(self.dtype), available, self.device)
-        model = Qwen3Model(model_config, tp=tp, max_model_len=self.max_model_len, dtype=self.dtype, device=self.device)
+        model = Qwen3Model(
+            model_config,
+            tp=tp,
+            max_model_len=self.max_model_len,
+            deterministic=config.deterministic,
+            dtype=self.dtype,
+            device=self.device,
+        )
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed + tp.rank)
         else:

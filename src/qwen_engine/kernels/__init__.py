@@ -4,6 +4,9 @@ A tensor on a CUDA device goes to the Triton kernels of `gpu/`, imported at the 
 without Triton can run everything else; any other device goes to `reference.py`, which is both the CPU path of the
 product and the definition of what a kernel must compute. Layers and the sampler call these functions.
 
+A row's result has the same bits in every batch, run to run. Products and attention owe that only with `deterministic`,
+which costs speed: `deterministic.py` and `gpu/deterministic/`.
+
 Conventions shared by all of them:
 
 - A *slot* is a request's row in the device tables `block_tables` [max_num_seqs, max_blocks] and `token_table`
@@ -23,15 +26,16 @@ from types import ModuleType
 import torch
 
 from qwen_engine.distributed.peer_memory import PeerMemory
+from qwen_engine.kernels import deterministic as deterministic_reference
 from qwen_engine.kernels import reference
 
 
-def _backend(tensor: torch.Tensor) -> ModuleType:
+def _backend(tensor: torch.Tensor, deterministic: bool = False) -> ModuleType:
     if tensor.is_cuda:
         from qwen_engine.kernels import gpu
 
-        return gpu
-    return reference
+        return gpu.deterministic if deterministic else gpu
+    return deterministic_reference if deterministic else reference
 
 
 def compile_launched(steps: Callable[[], object], device: torch.device) -> None:
@@ -49,24 +53,35 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _backend(x).rms_norm(x, weight, eps)
 
 
-def add_rms_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, deterministic: bool = False
+) -> torch.Tensor:
     """Add the sum of `parts` to `residual` in place and return the RMS norm of that, taken before it was rounded.
 
     parts: [parts, tokens, hidden], added in order; residual: [tokens, hidden]. The result has weight's dtype.
+    deterministic: for one part, of that dtype; the bits are those of `push_add_rms_norm` with it.
     """
-    return _backend(parts).add_rms_norm(parts, residual, weight, eps)
+    return _backend(parts, deterministic).add_rms_norm(parts, residual, weight, eps)
 
 
 def push_add_rms_norm(
-    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: PeerMemory, site: int
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    peers: PeerMemory,
+    site: int,
+    *,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """`add_rms_norm` of the parts of all ranks, through the memory of their GPUs. CUDA only.
 
     parts: as there, of weight's dtype if it is one, fp32 if there are several; residual: [tokens, hidden], contiguous,
     of weight's dtype, such that it `fits`. A rank's sum is rounded to that dtype, those of all ranks are added in fp32
     in rank order. site: the inbox, another one than that of the last call. Every rank calls it in the same order.
+    deterministic: the sum of all ranks is rounded, too, before it is added to the residual.
     """
-    return _backend(parts).push_add_rms_norm(parts, residual, weight, eps, peers, site)
+    return _backend(parts).push_add_rms_norm(parts, residual, weight, eps, peers, site, deterministic)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -74,22 +89,26 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return _backend(gate_up).silu_mul(gate_up)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, deterministic: bool = False
+) -> torch.Tensor:
     """x [tokens, in] times weight [out, in], transposed; gives [tokens, out]."""
-    return _backend(x).linear(x, weight)
+    return _backend(x, deterministic).linear(x, weight, out)
 
 
-def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_parts(x: torch.Tensor, weight: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
     """`linear` as the sum of what this gives: [parts, tokens, out], in x's dtype if it is one, fp32 if several."""
+    if deterministic:
+        return linear(x, weight, deterministic=True)[None]
     return _backend(x).linear_parts(x, weight)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
     """silu(x Gᵀ) * (x Uᵀ) for x [tokens, in] and weight [2 * inter, in], G above U; gives [tokens, inter].
 
     The two products may be rounded to x's dtype before they are combined.
     """
-    return _backend(x).gated_linear(x, weight)
+    return _backend(x, deterministic).gated_linear(x, weight)
 
 
 def embed_tokens(
@@ -141,6 +160,7 @@ def decode_attention(
     *,
     live_rows: torch.Tensor | None = None,
     num_splits: int | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Attention of one query token per row over the paged cache; gives [rows, num_heads, head_dim].
 
@@ -148,8 +168,9 @@ def decode_attention(
     included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. live_rows: int32 [1], where
     the host does not know when it launches how many rows, the first ones, are no padding; outputs of padding are then
     arbitrary. num_splits: at most how many programs share one row and KV head; chosen from shape and bound when None.
+    deterministic: a token has the same bits as in `prefill_attention`, too.
     """
-    return _backend(q).decode_attention(
+    return _backend(q, deterministic).decode_attention(
         q,
         k_cache,
         v_cache,
@@ -176,6 +197,8 @@ def prefill_attention(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    *,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Causal attention of several query tokens per row over the paged cache; gives [tokens, num_heads, head_dim].
 
@@ -185,7 +208,7 @@ def prefill_attention(
     int32 [rows + 1], ascending; queries in front of the first and from the last on belong to nobody, and their outputs
     are left as they are. max_query_len and max_seq_len: upper bounds known to the host.
     """
-    return _backend(q).prefill_attention(
+    return _backend(q, deterministic).prefill_attention(
         q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, max_query_len, max_seq_len, out
     )
 
@@ -291,8 +314,9 @@ def gumbel_argmax(
     return _backend(logits).gumbel_argmax(logits, temperature, seeds, positions, vocab_start, lowest)
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax of one chosen token per row and its rank: (fp32 [rows], int64 [rows]).
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-softmax of one chosen token per row, its rank, and what the row's log-softmax is less than its logits: (fp32
+    [rows], int64 [rows], fp32 [rows]).
 
     logits: [rows, vocab]; token_ids: int64 [rows]. The rank is 1 + the number of strictly greater logits.
     """

@@ -36,8 +36,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, weight)
+def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.mm(x, weight.t(), out=out)
 
 
 def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -225,8 +225,8 @@ def lowest_kept(
     kept = (torch.arange(width, device=logits.device) < top_k) & (distances <= -min_p[rows, None].log())
     # Probability before each rank, among those kept so far: a rank stays while the ones before it fall short.
     masses = torch.where(kept, torch.exp(-distances), 0.0)
-    before = masses.cumsum(dim=1) - masses
-    kept &= (before < top_p * masses.sum(dim=1, keepdim=True)) | (top_p >= 1)
+    sums = masses.cumsum(dim=1)  # the last one is the whole mass, added in the same order whatever the width
+    kept &= (sums - masses < top_p * sums[:, -1:]) | (top_p >= 1)
     kept[:, 0] = True
     lowest[rows] = torch.where(kept, best, torch.inf).amin(dim=1)
     return lowest
@@ -314,8 +314,9 @@ def _scores(
     return scores
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = logits.float()
     chosen = logits.gather(1, token_ids[:, None])
-    logprobs = chosen[:, 0] - torch.logsumexp(logits, dim=1)
-    return logprobs, (logits > chosen).sum(dim=1) + 1
+    # Row by row: threads share a long row that is alone, but not one of several.
+    normalisers = torch.stack([row.logsumexp(dim=0) for row in logits])
+    return chosen[:, 0] - normalisers, (logits > chosen).sum(dim=1) + 1, normalisers

@@ -54,10 +54,12 @@ class Attention(nn.Module):
         *,
         tp: TPGroup,
         rotary: torch.Tensor,
+        deterministic: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self._deterministic = deterministic
         self.num_heads = config.num_heads // tp.size
         self.num_kv_heads = max(1, config.num_kv_heads // tp.size)
         self.head_dim = config.head_dim
@@ -65,9 +67,17 @@ class Attention(nn.Module):
         self.rotary = rotary
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         bias = config.attention_bias
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, width, bias=bias, dtype=dtype, device=device)
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size, width, bias=bias, deterministic=deterministic, dtype=dtype, device=device
+        )
         self.o_proj = RowParallelLinear(
-            self.num_heads * self.head_dim, config.hidden_size, tp=tp, bias=bias, dtype=dtype, device=device
+            self.num_heads * self.head_dim,
+            config.hidden_size,
+            tp=tp,
+            bias=bias,
+            deterministic=deterministic,
+            dtype=dtype,
+            device=device,
         )
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
@@ -103,6 +113,7 @@ class Attention(nn.Module):
                 metadata.max_decode_len,
                 out=out[:rows],
                 live_rows=metadata.num_decodes,
+                deterministic=self._deterministic,
             )
         if metadata.max_query_len:  # after the decoding rows, whose padding may have overwritten outputs of chunks
             kernels.prefill_attention(
@@ -117,5 +128,6 @@ class Attention(nn.Module):
                 metadata.max_query_len,
                 metadata.max_chunk_len,
                 out=out,
+                deterministic=self._deterministic,
             )
         return self.o_proj(out.flatten(1))

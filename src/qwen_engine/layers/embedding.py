@@ -14,10 +14,18 @@ class VocabParallelEmbedding(nn.Module):
     """Rows [rank * n, (rank + 1) * n) of the embedding, n = ceil(vocab_size / ranks); missing rows are padding."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: TPGroup,
+        deterministic: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.tp = tp
+        self._deterministic = deterministic
         self.vocab_size = vocab_size
         rows = -(-vocab_size // tp.size)
         self.vocab_start = tp.rank * rows
@@ -35,7 +43,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits_shard(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, hidden] → [rows, n], this rank's columns, padding included; into `out` where given."""
-        return torch.mm(hidden, self.weight.t(), out=out)
+        return kernels.linear(hidden, self.weight, out, deterministic=self._deterministic)
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """The shards [rows, n] of all ranks → [rows, vocab_size], the same on every rank."""

@@ -18,14 +18,22 @@ class ColumnParallelLinear(nn.Module):
     """[tokens, in] → [tokens, out]: this rank's rows of the weight, `out_features` of them, several matrices packed."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        deterministic: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self._deterministic = deterministic
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = kernels.linear(x, self.weight)
+        out = kernels.linear(x, self.weight, deterministic=self._deterministic)
         return out if self.bias is None else out + self.bias
 
 
@@ -33,7 +41,7 @@ class GatedLinear(ColumnParallelLinear):
     """[tokens, in] → [tokens, out / 2]: silu of the first half of the outputs times the second half."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.gated_linear(x, self.weight)
+        return kernels.gated_linear(x, self.weight, deterministic=self._deterministic)
 
 
 class RowParallelLinear(nn.Module):
@@ -49,15 +57,17 @@ class RowParallelLinear(nn.Module):
         *,
         tp: TPGroup,
         bias: bool = False,
+        deterministic: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self._deterministic = deterministic
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self._adds_bias = bias and tp.rank == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._adds_bias:
-            return (kernels.linear(x, self.weight) + self.bias)[None]
-        return kernels.linear_parts(x, self.weight)
+            return (kernels.linear(x, self.weight, deterministic=self._deterministic) + self.bias)[None]
+        return kernels.linear_parts(x, self.weight, deterministic=self._deterministic)

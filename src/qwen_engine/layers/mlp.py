@@ -13,12 +13,21 @@ class GatedMLP(nn.Module):
     """Gate and up are one packed matrix, gate first."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, tp: TPGroup, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        tp: TPGroup,
+        deterministic: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         local = intermediate_size // tp.size
-        self.gate_up_proj = GatedLinear(hidden_size, 2 * local, dtype=dtype, device=device)
-        self.down_proj = RowParallelLinear(local, hidden_size, tp=tp, dtype=dtype, device=device)
+        self.gate_up_proj = GatedLinear(hidden_size, 2 * local, deterministic=deterministic, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(
+            local, hidden_size, tp=tp, deterministic=deterministic, dtype=dtype, device=device
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(x))

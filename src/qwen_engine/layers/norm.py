@@ -40,13 +40,22 @@ class PendingSum:
 class SummedRMSNorm(RMSNorm):
     """The norm behind a row-parallel layer: sum over ranks, residual add and norm, in one launch where there is peer
     memory. Such launches take the inboxes in turn (see peer_memory), so neighbours in the model differ in `site`; with
-    None the sum goes through NCCL.
+    None the sum goes through NCCL. Deterministic, both ways give the same bits.
     """
 
     def __init__(
-        self, size: int, eps: float, *, tp: TPGroup, site: int | None, dtype: torch.dtype, device: torch.device
+        self,
+        size: int,
+        eps: float,
+        *,
+        tp: TPGroup,
+        site: int | None,
+        deterministic: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(size, eps, dtype=dtype, device=device)
+        self._deterministic = deterministic
         self._tp = tp
         self._site = site
 
@@ -65,17 +74,19 @@ class SummedRMSNorm(RMSNorm):
             return PendingSum(parts, is_summed=False)
         part = parts[0] if len(parts) == 1 else parts.sum(dim=0).to(self.weight.dtype)
         if beside:
-            return PendingSum(part[None], is_summed=True, wait=self._tp.start_all_reduce(part))
-        return PendingSum(self._tp.all_reduce(part)[None], is_summed=True)
+            wait = self._tp.start_all_reduce(part, in_rank_order=self._deterministic)
+            return PendingSum(part[None], is_summed=True, wait=wait)
+        return PendingSum(self._tp.all_reduce(part, in_rank_order=self._deterministic)[None], is_summed=True)
 
     def finish(self, pending: PendingSum, residual: torch.Tensor) -> torch.Tensor:
         """The second half."""
         if pending.wait is not None:
             pending.wait()
+        inputs = (pending.parts, residual, self.weight, self.eps)
         if pending.is_summed:
-            return kernels.add_rms_norm(pending.parts, residual, self.weight, self.eps)
+            return kernels.add_rms_norm(*inputs, deterministic=self._deterministic)
         peers = self._tp.peers
         assert peers is not None
         assert self._site is not None
         self._tp.progress.enter_collective()
-        return kernels.push_add_rms_norm(pending.parts, residual, self.weight, self.eps, peers, self._site)
+        return kernels.push_add_rms_norm(*inputs, peers, self._site, deterministic=self._deterministic)

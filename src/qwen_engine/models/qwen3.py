@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,21 +19,22 @@ from qwen_engine.layers.rotary import rotary_table
 
 
 class DecoderLayer(nn.Module):
-    """What a layer is made of; `Qwen3Model.forward` runs it."""
+    """What a layer is made of; `Qwen3Model.forward` runs it. options: what all its parts take, `tp` and so on."""
 
-    def __init__(
-        self, config: ModelConfig, *, tp: TPGroup, rotary: torch.Tensor, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, rotary: torch.Tensor, **options: Any) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = SummedRMSNorm(size, eps, tp=tp, site=0, dtype=dtype, device=device)
-        self.self_attn = Attention(config, tp=tp, rotary=rotary, dtype=dtype, device=device)
-        self.post_attention_layernorm = SummedRMSNorm(size, eps, tp=tp, site=1, dtype=dtype, device=device)
-        self.mlp = GatedMLP(size, config.intermediate_size, tp=tp, dtype=dtype, device=device)
+        self.input_layernorm = SummedRMSNorm(size, eps, site=0, **options)
+        self.self_attn = Attention(config, rotary=rotary, **options)
+        self.post_attention_layernorm = SummedRMSNorm(size, eps, site=1, **options)
+        self.mlp = GatedMLP(size, config.intermediate_size, **options)
 
 
 class Qwen3Model(nn.Module):
-    """Holds this rank's shard. Parameters are uninitialised until `weights.load_weights` or `fill_dummy_weights`."""
+    """Holds this rank's shard. Parameters are uninitialised until `weights.load_weights` or `fill_dummy_weights`.
+
+    deterministic: a token's hidden state and logits have the same bits whatever else a step computes.
+    """
 
     def __init__(
         self,
@@ -40,23 +42,21 @@ class Qwen3Model(nn.Module):
         *,
         tp: TPGroup,
         max_model_len: int,
+        deterministic: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
         rotary = rotary_table(config, max_model_len, device)
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device
-        )
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, tp=tp, rotary=rotary, dtype=dtype, device=device) for _ in range(config.num_layers)
-        )
-        self.norm = SummedRMSNorm(config.hidden_size, config.rms_norm_eps, tp=tp, site=None, dtype=dtype, device=device)
+        options = {"tp": tp, "deterministic": deterministic, "dtype": dtype, "device": device}
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **options)
+        self.layers = nn.ModuleList(DecoderLayer(config, rotary=rotary, **options) for _ in range(config.num_layers))
+        self.norm = SummedRMSNorm(config.hidden_size, config.rms_norm_eps, site=None, **options)
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
-            else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device)
+            else VocabParallelEmbedding(config.vocab_size, config.hidden_size, **options)
         )
 
     @contextmanager

@@ -5,6 +5,7 @@ from shapes and host-side bounds alone, so that a step can be captured as a CUDA
 environment before Triton is imported, the same functions take CPU tensors.
 """
 
+from qwen_engine.kernels.gpu import deterministic
 from qwen_engine.kernels.gpu.bookkeeping import advance, advance_to_best, decode_inputs
 from qwen_engine.kernels.gpu.decode import decode_attention
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
@@ -24,6 +25,7 @@ __all__ = [
     "compile_launched",
     "decode_attention",
     "decode_inputs",
+    "deterministic",
     "embed_tokens",
     "gated_linear",
     "gumbel_argmax",

@@ -9,6 +9,8 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
+_FEW_ROWS = 64
+
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -21,6 +23,11 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The lowest power of two that is at least n, which is positive."""
     return 1 << (n - 1).bit_length()
+
+
+def rows_to_search(rows: int, block_tables: torch.Tensor) -> int:
+    """How many of the rows a program looks through for its own: few, or as many as there can be, in two kernels."""
+    return _FEW_ROWS if rows <= _FEW_ROWS else next_power_of_2(max(rows, len(block_tables)))
 
 
 @cache

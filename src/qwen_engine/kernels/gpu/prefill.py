@@ -12,7 +12,7 @@ means of V a second kernel weighs (as in `decode`). How tiles and spans are numb
 lengths of the rows, so that one captured call serves any rows: a program takes every num_programs-th of them. In a row
 those of the last queries, which have the longest way, come first.
 
-On Hopper the kernel of `prefill_hopper` takes steps that have more tiles than are split.
+On Hopper the kernel of `prefill_hopper` takes steps that fill the device with its tiles.
 """
 
 import functools
@@ -32,15 +32,17 @@ from qwen_engine.kernels.gpu.common import (
     next_power_of_2,
     num_sms,
     pdl_options,
+    rows_to_search,
     shared_memory_bytes,
     wait_for_inputs,
 )
 from qwen_engine.kernels.gpu.launching import Kernel
 
 _DEEP_PIPELINE_BYTES = 120 * 1024
-_FEW_ROWS = 64  # a program looks through as many for its own; beyond, through as many as there can be
 _PROGRAMS_PER_SM = 2  # that run at once
 _PIECES_PER_SM = 4  # tiles times spans: so many even out
+_HOPPER_ROWS_PER_SM = 112  # rows of dots; a tile of that kernel has 128
+_HOPPER_SEQ_LEN = 256
 _MIN_SPAN = tl.constexpr(512)
 _ENDLESS = tl.constexpr(2**30)
 
@@ -339,6 +341,11 @@ def hopper_attention(device: torch.device) -> Callable[..., None] | None:
     return prefill_hopper.prefill_attention
 
 
+def fills_hopper(tokens: int, num_heads: int, max_seq_len: int, sms: int) -> bool:
+    """Whether a step has as many and as long tiles as `hopper_attention` needs to be the faster one."""
+    return tokens * num_heads >= _HOPPER_ROWS_PER_SM * sms and max_seq_len >= _HOPPER_SEQ_LEN
+
+
 def suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether `hopper_attention` is right for tensors of such dtypes, shapes, strides and addresses."""
     _, num_heads, head_dim = q.shape
@@ -385,7 +392,8 @@ def prefill_attention(
     max_pieces = _PIECES_PER_SM * num_sms(q.device)
     # Never more tokens than the tiles that may be split: then a few programs, which share out what there is.
     few_tiles = tokens // (block_m // group) * num_kv_heads <= max_pieces
-    hopper = None if few_tiles else hopper_attention(q.device)
+    fills = fills_hopper(tokens, num_heads, max_seq_len, num_sms(q.device))
+    hopper = hopper_attention(q.device) if fills else None
     if hopper and suits_hopper(q, k_cache, v_cache, out):
         hopper(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, out)
         return out
@@ -394,7 +402,7 @@ def prefill_attention(
     num_partials = 2 * max_pieces * block_m if may_split else 0
     partial_out = torch.empty(num_partials, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
-    max_rows = _FEW_ROWS if rows <= _FEW_ROWS else next_power_of_2(max(rows, len(block_tables)))
+    max_rows = rows_to_search(rows, block_tables)
     _prefill_kernel[(programs,)](
         q,
         k_cache,

@@ -33,7 +33,7 @@ _HEAD_DIM = 128
 _HALF_M = gl.constexpr(64)  # dot rows of a consumer: what one warp group's instruction takes
 _PANEL = 64  # dims of a box: 128 bytes, the width of a row in swizzled shared memory
 _BLOCK_N = 128
-_NUM_STAGES = 2
+_NUM_STAGES = 3
 
 
 @gluon.jit

@@ -135,12 +135,13 @@ def _push_add_rms_norm_kernel(
     INBOX_WORDS: tl.constexpr,
     DTYPE: tl.constexpr,
     MINUS_ZERO: tl.constexpr,
+    ROUND_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """residual, weight and out are seen as int32 words, and so is a single part; several parts are fp32 values.
 
-    site_word: index of the site's first word.
+    site_word: index of the site's first word. ROUND_SUM: what the ranks sum to is rounded, as it is in NCCL.
     """
     column = _scattered(tl.arange(0, BLOCK))
     inside = column < row_words
@@ -179,6 +180,8 @@ def _push_add_rms_norm_kernel(
         if sender != RANK:
             source = addresses[RANK] + (site_word + sender * INBOX_WORDS + word) * 4
             tl.store(source.to(tl.pointer_type(tl.int32), bitcast=True), 0, mask=inside)
+    if ROUND_SUM:
+        low, high = _unpacked(_packed(low, high, DTYPE), DTYPE)
     residual_low, residual_high = _unpacked(residual_words, DTYPE)
     low += residual_low
     high += residual_high
@@ -199,7 +202,34 @@ def warps_of(block: int) -> int:
 
 
 def push_add_rms_norm(
-    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: PeerMemory, site: int
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    peers: PeerMemory,
+    site: int,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    ranks = (peers.addresses, peers.abort_address, peers.rank)
+    return _launch(parts, residual, weight, eps, *ranks, site, deterministic=deterministic)
+
+
+def add_rms_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same by a single rank: adds and norms as the deterministic push does, in the same order."""
+    return _launch(parts, residual, weight, eps, (0,), 0, 0, 0, deterministic=True)
+
+
+def _launch(
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    addresses: tuple[int, ...],
+    abort_address: int,
+    rank: int,
+    site: int,
+    *,
+    deterministic: bool,
 ) -> torch.Tensor:
     out = torch.empty_like(residual)
     words = [tensor.view(torch.int32) for tensor in (residual, weight, out)]
@@ -208,19 +238,21 @@ def push_add_rms_norm(
     _push_add_rms_norm_kernel[(tokens,)](
         parts.view(torch.int32) if len(parts) == 1 else parts,
         *words,
-        peers.addresses,
-        peers.abort_address,
-        site * peers.size * _INBOX_WORDS,
+        addresses,
+        abort_address,
+        site * len(addresses) * _INBOX_WORDS,
         row_words,
         eps,
         PARTS=len(parts),
-        RANK=peers.rank,
-        SIZE=peers.size,
+        RANK=rank,
+        SIZE=len(addresses),
         INBOX_WORDS=_INBOX_WORDS,
         DTYPE=_DTYPES[residual.dtype],
         MINUS_ZERO=_MINUS_ZERO_FP32 if residual.dtype == torch.float32 else _MINUS_ZERO_HALVES,
+        ROUND_SUM=deterministic,
         BLOCK=block,
         num_warps=warps_of(block),
+        enable_fp_fusion=not deterministic,
         **pdl_options(residual.device),
     )
     return out

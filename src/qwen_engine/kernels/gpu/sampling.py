@@ -190,7 +190,7 @@ def _logprob_chunk_kernel(logits, token_ids, peaks, totals, ranks, logits_stride
 @Kernel
 @triton.jit
 def _logprob_merge_kernel(
-    logits, token_ids, peaks, totals, ranks, logprobs, rank, logits_stride, chunks, CHUNKS: tl.constexpr
+    logits, token_ids, peaks, totals, ranks, logprobs, rank, normalisers, logits_stride, chunks, CHUNKS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
@@ -202,16 +202,17 @@ def _logprob_merge_kernel(
     log_total = top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
     chosen = tl.load(logits + row * logits_stride + tl.load(token_ids + row)).to(tl.float32)
     tl.store(logprobs + row, chosen - log_total)
+    tl.store(normalisers + row, log_total)
     tl.store(rank + row, tl.sum(greater, 0).to(tl.int64) + 1)
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, vocab_size = logits.shape
     chunks = cdiv(vocab_size, _LOGPROB_CHUNK)
     peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     totals = torch.empty_like(peaks)
     ranks = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    logprobs, normalisers = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _logprob_chunk_kernel[(rows, chunks)](
         logits, token_ids, peaks, totals, ranks, logits.stride(0), vocab_size, CHUNK=_LOGPROB_CHUNK, num_warps=8
@@ -224,8 +225,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
         ranks,
         logprobs,
         rank,
+        normalisers,
         logits.stride(0),
         chunks,
         CHUNKS=next_power_of_2(chunks),
     )
-    return logprobs, rank
+    return logprobs, rank, normalisers

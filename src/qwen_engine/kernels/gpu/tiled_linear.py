@@ -220,9 +220,12 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)[None] if tiles is None else linear_tiled(x, weight, tiles)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    if tuned_tiles("linear", x, weight) is None:
+        return torch.mm(x, weight.t(), out=out)
     parts = linear_parts(x, weight)
-    return parts[0] if len(parts) == 1 else parts.sum(dim=0).to(x.dtype)
+    whole = parts[0] if len(parts) == 1 else parts.sum(dim=0).to(x.dtype)
+    return whole if out is None else out.copy_(whole)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
