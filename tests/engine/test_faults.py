@@ -42,20 +42,20 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 REASONS = {"kill": r"killed by SIGKILL", "exit": r"exit code 7", "exception": r"ValueError: planted fault"}
 IN_A_COLLECTIVE = """\
 calls, real = [], module.TPGroup.all_reduce
-def all_reduce(self, x):
+def all_reduce(self, x, **options):
     calls.append(x)
     if len(calls) > 60 and self.rank == {rank}:
         time.sleep(0.1)  # the others are inside by now
         die("{kind}")
-    return real(self, x)
+    return real(self, x, **options)
 module.TPGroup.all_reduce = all_reduce"""
 HANGS_IN_STEP = """\
 calls, real = [], module.TPGroup.all_reduce
-def all_reduce(self, x):
+def all_reduce(self, x, **options):
     calls.append(x)
     if len(calls) > 60:
         time.sleep(600)
-    return real(self, x)
+    return real(self, x, **options)
 module.TPGroup.all_reduce = all_reduce"""
 HANGS_BETWEEN_STEPS = """\
 calls, real = [], module.RingSubscriber.receive

@@ -28,6 +28,7 @@ POINTERS |= dict.fromkeys(("partial_acc", "partial_sums"), "*fp32")
 UNALIGNED = {"rows", "first_row", "max_spans", "num_kv_heads", "x_rows", "addresses", "site_word", "abort_address"}
 
 def compiled(kernel, constants, types, num_warps, num_stages=3):
+    kernel = kernel.function
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [name for name in names if types[name] in ("i32",) or str(types[name]).startswith("*")]
