@@ -104,7 +104,7 @@ def test_in_any_batch_cold_and_warm(dtype, folder, expected):
         {"block_size": 64},
         {"max_num_seqs": 3},
         {"max_model_len": 1000},
-        {"kv_cache_bytes": 1600 * 2 * 3 * 8 * 128 * 2, "max_num_batched_tokens": 256},
+        {"kv_cache_bytes": 1120 * 2 * 3 * 8 * 128 * 2, "max_num_batched_tokens": 256},
     ],
     ids=["eager", "small_chunks", "late_chunks", "block_64", "three_at_once", "short", "tiny_pool"],
 )

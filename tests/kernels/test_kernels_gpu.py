@@ -1,5 +1,6 @@
 """The compiled Triton kernels on a CUDA GPU against fp64 formulas, over a large grid."""
 
+import math
 import random
 
 import kernel_checks as checks
@@ -212,6 +213,15 @@ def test_products_use_the_tiles_that_were_tuned_and_agree_with_cublas(monkeypatc
     torch.testing.assert_close(kernels.linear(x, weight), plain, atol=0.3, rtol=1e-2)
     torch.testing.assert_close(kernels.gated_linear(x, weight), gated, atol=3.0, rtol=2e-2)
     assert used == (["linear_tiled", "gated_linear_tiled"] if rows <= tiled_linear.MAX_ROWS else [])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 17])
+def test_logits_of_a_few_rows_agree_with_cublas(rows):
+    weight = torch.randn(tiled_linear._VOCABULARY_ROWS + 24, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    out = torch.full((rows, weight.shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
+    assert kernels.linear(x, weight, out) is out
+    torch.testing.assert_close(out, torch.mm(x, weight.t()), atol=0.3, rtol=1e-2)
 
 
 @dtypes

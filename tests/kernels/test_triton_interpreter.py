@@ -122,6 +122,18 @@ def test_a_cpu_has_no_kernel_for_hopper():
     assert prefill.hopper_attention(torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize(("rows", "is_own"), [(1, True), (16, True), (17, False)])
+def test_logits_of_a_few_rows_are_products_of_our_own(rows, is_own, monkeypatch):
+    used, own = [], tiled_linear.products.linear
+    monkeypatch.setattr(tiled_linear.products, "linear", lambda *args: (used.append(rows), own(*args))[1])
+    monkeypatch.setattr(tiled_linear, "_VOCABULARY_ROWS", 100)
+    x, weight = (torch.randn(n, 32, dtype=torch.bfloat16) for n in (rows, 130))
+    out = torch.full((rows, 130), torch.nan, dtype=torch.bfloat16)
+    assert tiled_linear.linear(x, weight, out) is out
+    torch.testing.assert_close(out, x @ weight.t(), atol=0.1, rtol=1e-2)
+    assert used == [rows] * is_own
+
+
 @triton.jit
 def _store_noise_bits(seed, position, out, first_id, COUNT: tl.constexpr):
     bits = noise_bits(tl.load(seed), tl.load(position), first_id, COUNT)
