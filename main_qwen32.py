@@ -89,10 +89,12 @@ def main() -> int:
         return run(args)
     except QwenEngineError as error:
         # Any rank may be the one that fails, or the last one that torchrun lets speak.
-        hint = f"\n{HINT}" if os.environ.get("RANK", "0") == "0" else ""
+        is_demo = args.model == "demo" and args.device == "cpu"
+        hint = f"\n{HINT}" if os.environ.get("RANK", "0") == "0" and not is_demo else ""
         print(f"error: {missing_gpus(args)}{error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
         return 130
 
 

@@ -1,9 +1,9 @@
 """This engine beside vLLM on the same loads: decode steps, prefill, first tokens, start, KV cache, prefix cache.
 
     python benchmarks/compare.py --model configs/Qwen3-32B --tensor-parallel-size 2 --time-limit-s 540
-    python benchmarks/compare.py --model configs/Qwen3-0.6B --gpu 0 &  python benchmarks/compare.py \
-        --model configs/Qwen3-8B --gpu 1                                     two models side by side, a GPU each
-    python benchmarks/compare.py --model demo --device cpu --scale 0.01 --engines ours           small, on a CPU
+    python benchmarks/compare.py --model configs/Qwen3-0.6B --gpu 0 &       two models side by side, a GPU each
+    python benchmarks/compare.py --model configs/Qwen3-8B --gpu 1; wait
+    python benchmarks/compare.py --model demo --device cpu --scale 0.01 --engines ours       small, on a CPU
 
 A model is a folder with config.json; weights are random in every engine (their values do not change the speed). Each
 engine runs in a process of its own, one after the other, with the same prompts. Floors come from the model's shape and

@@ -11,6 +11,7 @@ Leaves a result file in --results-dir.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -166,6 +167,8 @@ def main() -> int:
     add_results_dir_argument(parser)
     add_engine_arguments(parser)
     args = parser.parse_args()
+    if importlib.util.find_spec("lm_eval") is None:
+        parser.error("the harness is not installed: pip install lm-eval")
     import lm_eval
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager

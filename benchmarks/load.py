@@ -12,6 +12,7 @@ import argparse
 import math
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from qwen_engine.bench.results import check_writable, engine_facts, new_result, 
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine_args import HelpFormatter
+from qwen_engine.errors import QwenEngineError
 from qwen_engine.models.weights import sharding_table
 
 
@@ -96,11 +98,14 @@ def main() -> None:
             "host_anonymous_gb": max(max(row["host_anonymous_gb"].values()) for row in rows),
         },
         requests=rows,
-        parameters={"repeats": args.repeats},
+        parameters={"repeats": args.repeats, "random_weights": True},
         facts={**facts, "engine_config": {**facts["engine_config"], "model": args.config_folder.name}},
     )
     print(f"-> {write_result(result, args.results_dir)}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except QwenEngineError as error:
+        sys.exit(f"error: {error}")

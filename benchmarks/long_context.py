@@ -47,6 +47,7 @@ PARTS = ("check", "speed")
 def main() -> int:
     args = parse_args()
     check_writable(args.results_dir)
+    ModelConfig.from_folder(args.config_folder)
     torch.backends.cuda.matmul.allow_tf32 = False
     transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register("in_blocks", attention_in_blocks)
@@ -81,7 +82,7 @@ def main() -> int:
                 print(f"{name}: {number(value)} {unit}{beside}", flush=True)
     names = ("fp32_prompt_tokens", "check_layers", "rope_scaling_factor", "original_max_position_embeddings")
     parameters = {"batch_size": 1, "input_len": args.prompt_tokens, "output_len": args.output_tokens}
-    parameters |= {name: getattr(args, name) for name in names}
+    parameters |= {name: getattr(args, name) for name in names} | {"random_weights": True}
     facts["engine_config"]["model"] = args.config_folder.name  # it lay in a temporary folder
     result = new_result("long-context", metrics=metrics, checks=checks, parameters=parameters, facts=facts)
     print(f"-> {write_result(result, args.results_dir)}")

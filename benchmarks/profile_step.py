@@ -3,10 +3,9 @@
     PYTHONPATH=src python benchmarks/profile_step.py --model FOLDER --batch-sizes 1,16,256 [--tensor-parallel-size 2]
     PYTHONPATH=src python benchmarks/profile_step.py --model FOLDER --batch-sizes "" --prefill 1x128,8x1024
 
-FOLDER needs a config.json only; weights are random. The parts are those of the layer budget in the design notes. An
-eager engine runs first, with every launch under the name of its part; the kernels of a CUDA graph, which come without
-names, are then those at the same places of the sequence. On a CPU there is the eager engine only, and operators stand
-for kernels. With several ranks, rank 0 is shown.
+FOLDER needs a config.json only; weights are random. An eager engine runs first, with every launch under the name of its
+part; the kernels of a CUDA graph, which come without names, are then those at the same places of the sequence. On a CPU
+there is the eager engine only, and operators stand for kernels. With several ranks, rank 0 is shown.
 """
 
 from __future__ import annotations

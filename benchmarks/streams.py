@@ -17,6 +17,8 @@ from typing import Any
 
 import aiohttp
 
+from qwen_engine.engine_args import HelpFormatter
+
 COMPLETIONS = "/v1/completions"
 MAX_PROMPTS = 500  # of one batch request
 
@@ -56,13 +58,16 @@ async def _read(session: aiohttp.ClientSession, body: dict[str, Any], *, slow: b
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--num-streams", type=int, default=1000)
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="where the server is")
+    parser.add_argument("--num-streams", type=int, default=1000, help="requests at once")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of each")
     args = parser.parse_args()
     start = time.perf_counter()
-    wrong = different_streams(args.base_url, num_streams=args.num_streams, max_tokens=args.max_tokens)
+    try:
+        wrong = different_streams(args.base_url, num_streams=args.num_streams, max_tokens=args.max_tokens)
+    except aiohttp.ClientConnectionError as error:
+        sys.exit(f"error: {error}; start the server first")
     seconds = time.perf_counter() - start
     print(
         f"{args.num_streams} streams of {args.max_tokens} tokens in {seconds:.1f} s, {len(wrong)} differ: {wrong[:9]}"

@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,32,64", help="numbers of rows of x (default: %(default)s)")
     parser.add_argument("--replays", type=int, default=5)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU")
     config = ModelConfig.from_folder(args.config_folder)
     found: dict[tuple[str, int, int], dict[int, Tiles]] = {}
     rows = [int(count) for count in args.rows.split(",")]

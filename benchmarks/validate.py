@@ -26,6 +26,7 @@ import json
 import math
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from qwen_engine.bench.results import Check, engine_facts, new_result, write_res
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine_args import HelpFormatter
+from qwen_engine.errors import QwenEngineError
 from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
@@ -282,6 +284,7 @@ def main() -> int:
     add_results_dir_argument(parser)
     args = parser.parse_args()
     backends = chosen_backends(parser, args)
+    ModelConfig.from_folder(args.config_folder or args.model)
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.model
@@ -356,7 +359,7 @@ def to_result(
         "validate",
         metrics=metrics,
         checks=checks,
-        parameters={key: getattr(args, key) for key in names},
+        parameters={key: getattr(args, key) for key in names} | {"random_weights": args.config_folder is not None},
         # A checkpoint that was made up lay in a temporary folder.
         facts={**facts, "engine_config": {**facts["engine_config"], "model": model}},
     )
@@ -368,4 +371,7 @@ def agree(figures: dict[str, float]) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        sys.exit(main())
+    except QwenEngineError as error:
+        sys.exit(f"error: {error}")

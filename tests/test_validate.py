@@ -9,6 +9,7 @@ import pytest
 from test_demo_checkpoint import DEMO
 
 from qwen_engine.bench.results import read_result
+from qwen_engine.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -79,6 +80,24 @@ def test_engines_that_differ_fail_in_fp32(validate, monkeypatch, tmp_path):
     assert code == 1
     assert [check["detail"] for check in result["checks"]] == ["4 of 5 prompts get the same tokens"]
     assert result["metrics"].keys() >= {"eager_batch1_decode_tok_s", "batch1_decode_tok_s"}
+
+
+@pytest.mark.parametrize("source", ["--model", "--config-folder"])
+def test_a_folder_without_a_model_is_refused_before_anything_is_written(source, validate, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["validate.py", source, str(tmp_path), "--device", "cpu"])
+    monkeypatch.setattr(validate, "write_random_checkpoint", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        validate.main()
+
+
+def test_a_checkpoint_that_was_made_up_is_named_in_the_result(validate, monkeypatch, tmp_path):
+    command = ["validate.py", "--config-folder", str(DEMO), "--device", "cpu", "--dtype", "float32", "--lengths", "5"]
+    folder = tmp_path / "results"
+    options = ["--batches", "--max-tokens", "4", "--backends", "eager", "--results-dir", str(folder)]
+    monkeypatch.setattr(sys, "argv", [*command, *options])
+    assert validate.main() == 0
+    (path,) = folder.iterdir()
+    assert read_result(path)["parameters"]["random_weights"]
 
 
 @pytest.mark.parametrize("backends", ["graph", "transformers", "eager,fast", ""])

@@ -274,6 +274,7 @@ def test_figures_stand_beside_vllm_the_floor_and_the_targets(compare, cases, mac
     sentence = summarize(list(rows.values()))
     assert "better than vLLM in the same run in 1 of 2 figures" in sentence
     assert "1 of 2 targets reached" in sentence
+    assert "decode steps at 93 % of the floor" in sentence
     assert result["status"] == "completed"
     assert result["notes"] == ["vllm: prefix: out of memory"]
 

@@ -186,6 +186,39 @@ def test_the_report_has_plots_where_matplotlib_is(suite_results: Path):
         assert len(content) < 200_000
 
 
+def test_ticks_of_a_logarithmic_axis_are_told_apart_below_1():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from qwen_engine.bench.plots import _plain_ticks
+
+    figure, axes = pyplot.subplots()
+    axes.plot([0.7, 1.1], [0.0024, 0.0031])
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _plain_ticks(axes)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in axes.get_yticklabels(which="both") if label.get_text()]
+    pyplot.close(figure)
+    assert len(labels) == len(set(labels)) > 3
+
+
+@pytest.mark.parametrize(
+    ("load_format", "parameters", "weights"),
+    [
+        ("auto", {}, "weights of the checkpoint"),
+        ("dummy", {}, "random weights"),
+        ("auto", {"random_weights": True}, "random weights"),
+    ],
+)
+def test_the_report_tells_random_weights_from_those_of_a_checkpoint(
+    load_format: str, parameters: dict[str, Any], weights: str, tmp_path: Path, suite_results: Path
+):
+    result = json.loads(next(suite_results.glob("2*.json")).read_text())
+    result["engine_config"]["load_format"] = load_format
+    write_result({**result, "parameters": result["parameters"] | parameters}, tmp_path)
+    entries, _ = report.load(tmp_path)
+    assert f", {weights}, " in report.render(entries, [], None)
+
+
 def test_only_the_newest_of_equal_runs_is_shown(tmp_path: Path, make_result: Make):
     for hour, speed in ((1, 111.0), (3, 333.0), (2, 222.0)):
         result = make_result({"decode_tok_s": speed}, created=f"2030-01-01T0{hour}:00:00+00:00")

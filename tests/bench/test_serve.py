@@ -357,6 +357,14 @@ def test_a_tokenizer_makes_prompts_of_ids_with_exact_lengths() -> None:
     assert isinstance(stub.bodies[0]["messages"][0]["content"], str)
 
 
+def test_random_prompts_that_are_longer_than_asked_for_are_noted() -> None:
+    longer, exact = steady(8, prompt_tokens=70), steady(8, prompt_tokens=33)
+    report, _ = bench(lambda *_: longer, "--num-prompts", "3")
+    assert report["warnings"] == ["prompts have 70 tokens on average, not 32; --tokenizer makes lengths exact"]
+    report, _ = bench(lambda *_: exact, "--num-prompts", "3")
+    assert report["warnings"] == []
+
+
 def test_datasets_from_files(tmp_path: Path) -> None:
     custom = tmp_path / "custom.jsonl"
     custom.write_text('{"prompt": "one"}\n\n{"prompt": "two", "output_tokens": 5}\n')

@@ -142,6 +142,7 @@ def test_errors_reach_the_openai_package_as_its_own_exceptions(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="other", messages=MESSAGES)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert "this server has tiny" in caught.value.message
 
 
 def test_models_version_and_probes(server, client):

@@ -308,8 +308,17 @@ def test_keys_of_the_environment_cannot_be_empty_by_mistake(value, monkeypatch, 
     assert "secret" not in message
 
 
+def test_a_free_port_is_offered_only_where_the_port_is_at_fault(capsys):
+    assert cli.main(["serve", "--model", "no/such/folder", "--host", "203.0.113.1"]) == 2
+    message = capsys.readouterr().err
+    assert "error: cannot listen on 203.0.113.1:8000" in message
+    assert "--port 0" not in message
+
+
 def test_shd_02_a_port_that_is_taken_is_found_before_anything_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert cli.main(["serve", "--model", "no/such/folder", "--port", str(port)]) == 2
-    assert f"error: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"error: cannot listen on 127.0.0.1:{port}" in message
+    assert "--port 0" in message

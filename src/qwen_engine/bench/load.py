@@ -331,9 +331,10 @@ def check_batches(runs: Sequence[BatchRun]) -> list[Check]:
     stall = next((f"{run.phase}: {run.stall}" for run in runs if run.stall is not None), None)
     longest_s = max((run.max_silent_s for run in runs), default=0.0)
     longest_steps = max((run.max_silent_steps for run in runs), default=0)
+    silence = f"at most {longest_s:.2f} s and {longest_steps} steps without output"
     return [
         Check("requests complete", not wrong and bool(rows), detail),
-        Check("no stall", stall is None, stall or f"longest silence {longest_s:.2f} s, {longest_steps} steps"),
+        Check("no stall", stall is None, stall or silence),
         Check(ENGINE_ALIVE, failure is None, failure or "no failure"),
     ]
 

@@ -283,11 +283,18 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7)
 
 
+class _PlainLogFormatter(LogFormatter):
+    """Labels the ticks that matplotlib would, with numbers that tell them apart also below 1."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def _plain_ticks(axes: Axes) -> None:
     """Numbers such as 60 and 200, not powers, on logarithmic axes."""
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.2, 0.4)))
+        axis.set_minor_formatter(_PlainLogFormatter(labelOnlyBase=False, minor_thresholds=(1.2, 0.4)))
 
 
 def _label(axes: Axes, x_label: str, y_label: str) -> None:

@@ -240,7 +240,8 @@ def _shape(entry: Entry) -> str | None:
     model, engine = entry.result["model_config"], entry.result["engine_config"]
     if model is None or engine is None:
         return None
-    weights = "random weights" if engine["load_format"] == "dummy" else "weights of the checkpoint"
+    is_random = engine["load_format"] == "dummy" or entry.result["parameters"].get("random_weights")
+    weights = "random weights" if is_random else "weights of the checkpoint"
     return (
         f"{entry.model}: {model['num_layers']} layers, hidden size {model['hidden_size']}, heads {model['num_heads']}/"
         f"{model['num_kv_heads']} of {model['head_dim']}, {engine['dtype']}, {weights}, "

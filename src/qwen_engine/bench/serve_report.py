@@ -21,6 +21,7 @@ from qwen_engine.bench.serve_client import ServeResult
 METRICS = ("ttft", "tpot", "itl", "e2el")
 MAX_CACHED_SHARE = 0.01  # of random prompts, beyond the prefix they are meant to share
 MAX_CLIENT_LAG_MS = 10.0
+LENGTH_TOLERANCE = 0.1  # of the mean length of random prompts; what is off by more is noted
 MAX_SHOWN_ERRORS = 5
 MAX_SHOWN_ERROR_CHARS = 200
 
@@ -167,6 +168,10 @@ def find_notes(
         found.append(f"{uncounted} of {num_good} responses had no usage; their output tokens are numbers of chunks")
     if num_good and metrics["total_input_tokens"] is None:
         found.append("input tokens are unknown: the server sends no usage and there is no --tokenizer")
+    elif num_good and args.dataset_name == "random" and args.tokenizer is None:
+        mean, asked = metrics["total_input_tokens"] / num_good, args.random_prefix_len + args.random_input_len
+        if abs(mean - asked) > LENGTH_TOLERANCE * asked:
+            found.append(f"prompts have {mean:.0f} tokens on average, not {asked}; --tokenizer makes lengths exact")
     if (lag_ms := metrics["client_lag_p99_ms"]) is not None and lag_ms > MAX_CLIENT_LAG_MS:
         found.append(f"this client was up to {lag_ms:.0f} ms late (p99), and latencies include that")
     return found

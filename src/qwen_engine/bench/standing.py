@@ -148,7 +148,8 @@ def summarize(rows: Sequence[Row]) -> str:
     for kind, figure in (("decode steps", "_decode_step_ms"), ("prefill", "_prefill_tok_s")):
         shares = [row.share_of_floor for row in rows if row.figure.endswith(figure) and row.share_of_floor is not None]
         if shares:
-            parts.append(f"{kind} at {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the floor")
+            ends = dict.fromkeys(f"{100 * share:.0f}" for share in (min(shares), max(shares)))
+            parts.append(f"{kind} at {' to '.join(ends)} % of the floor")
     aims = [row for row in rows if row.reached]
     if aims:
         num_reached = sum(row.reached != "no" for row in aims)

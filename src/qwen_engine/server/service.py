@@ -101,7 +101,8 @@ class Service:
         if name is None:
             return self.options.model_names[0]
         if name not in self.options.model_names:
-            raise ApiError(404, f"the model {shown(name)} does not exist", param="model", code="model_not_found")
+            message = f"the model {shown(name)} does not exist; this server has {', '.join(self.options.model_names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
     async def in_pool(self, function: Callable[..., Any], *args: Any) -> Any:
