@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import qwen_engine
 from qwen_engine import LLM, RequestOutput, cli
 from qwen_engine.request import CompletionOutput
 
@@ -171,6 +172,11 @@ def test_every_help_is_read_without_python_and_says_defaults_once():
         text = " ".join(out.getvalue().split())
         assert not re.search(r"\bNone\b|\bSTR\b|\bFLOAT\b|\. \(default|default\) \(default|\(\d+\)", text), command
         assert text.startswith("usage: python -m qwen_engine")
+
+
+def test_the_version_is_printed():
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, f"qwen-engine {qwen_engine.__version__}\n")
 
 
 def test_an_unknown_flag_is_refused():

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qwen_engine import __version__
 from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import QwenEngineError, RequestError
 from qwen_engine.request import RequestOutput
@@ -79,6 +80,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("--system", metavar="TEXT", help="system message")
         parser.add_argument("--no-thinking", action="store_true", help="ask the model to answer without thinking first")
     else:
+        parser.add_argument("--version", action="version", version=f"qwen-engine {__version__}")
         parser.add_argument(
             "--prompt",
             action="append",

@@ -248,6 +248,17 @@ def test_a_file_gives_options_and_the_command_line_is_stronger(tmp_path):
     assert (args.port, args.api_key, args.engine_enable_prefix_caching) == (2, ["c"], True)
 
 
+def test_the_model_may_be_named_first_but_not_twice(tmp_path, capsys):
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: some/model\nport: 1\n")
+    args = parse_args(["other/model", "--config", str(path)])
+    assert (args.model, args.port) == ("other/model", 1)
+    for again in (["--model", "b"], ["--model=b"]):
+        with pytest.raises(SystemExit):
+            parse_args(["a", *again])
+        assert "the model is named twice, as a and with --model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

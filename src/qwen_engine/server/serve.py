@@ -62,12 +62,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m qwen_engine serve",
         description=__doc__,
-        usage="python -m qwen_engine serve [options]",
+        usage="python -m qwen_engine serve [MODEL] [options]",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     _add_arguments(parser)
     parser.set_defaults(run=run, verbose=True)
+    if argv and not argv[0].startswith("-"):
+        if any(word.partition("=")[0] == "--model" for word in argv[1:]):
+            parser.error(f"the model is named twice, as {argv[0]} and with --model")
+        argv = ["--model", *argv]
     return parser.parse_args([*file_arguments(parser, argv), *argv])
 
 
@@ -292,7 +296,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default)")
+    parser.add_argument(
+        "--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default); may come first, alone"
+    )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of these options; the command line is stronger"
     )
