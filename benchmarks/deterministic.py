@@ -19,7 +19,7 @@ from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.load import BatchRun, PromptSource, check_batches, check_fresh, measure, metrics_of
 from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
 from qwen_engine.bench.results import Check, check_writable, engine_facts, new_result, write_result
-from qwen_engine.engine_args import engine_options
+from qwen_engine.engine_args import HelpFormatter, engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 
 FIGURES = {"prefill_tok_s": "prefill, tok/s", "decode_step_ms": "decode step, ms"}
@@ -64,9 +64,16 @@ def same_bits(llm: LLM, source: PromptSource, prompt_tokens: int) -> Check:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", type=load, nargs="+", default=[(1, 1024), (16, 4096), (64, 1024)])
-    parser.add_argument("--output-len", type=at_least(2), default=64, help="tokens of each request (64)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument(
+        "--loads",
+        type=load,
+        nargs="+",
+        default=[(1, 1024), (16, 4096), (64, 1024)],
+        metavar="NxTOKENS",
+        help="requests x prompt tokens (default: 1x1024 16x4096 64x1024)",
+    )
+    parser.add_argument("--output-len", type=at_least(2), default=64, help="tokens of each request")
     add_common_arguments(parser)
     args = parser.parse_args()
     if args.engine_deterministic:

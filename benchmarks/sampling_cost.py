@@ -19,7 +19,7 @@ from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.load import PromptSource
 from qwen_engine.bench.output import add_common_arguments, at_least
 from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
-from qwen_engine.engine_args import engine_options
+from qwen_engine.engine_args import HelpFormatter, engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 
 WARM_UP_TOKENS = 8
@@ -35,11 +35,11 @@ KINDS["everything"] = {name: value for kind in KINDS.values() for name, value in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-requests", type=at_least(1), default=256)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--num-requests", type=at_least(1), default=256, help="requests that write at once")
     parser.add_argument("--context", type=at_least(1), default=512, help="prompt tokens of each request")
     parser.add_argument("--steps", type=at_least(1), default=50, help="steps that are measured")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of %(default)s; greedy comes first in any case")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="parts of %(default)s to measure; greedy comes first in any case")
     add_common_arguments(parser)
     args = parser.parse_args()
     check_writable(args.results_dir)
