@@ -295,7 +295,7 @@ def _combine_kernel(
         for part in range(tl.max(tl.where(every_row == row, spans, 0), 0)):
             place = (first_piece + part * num_tiles * num_kv_heads) * BLOCK_M + member
             lse = tl.load(partial_lse + place)
-            new_peak = tl.maximum(peak, lse)  # the first part has a key for every query
+            new_peak = tl.maximum(tl.maximum(peak, lse), -1e30)  # of padding no part has a key
             weight, decay = tl.exp2(lse - new_peak), tl.exp2(peak - new_peak)
             mean = tl.load(partial_out + place[:, None] * HEAD_DIM + dims[None, :])
             total = total * decay + weight
@@ -306,6 +306,7 @@ def _combine_kernel(
         stored = (query_index < query_len) & (member < BLOCK_Q * GROUP)
         token = (row_start + query_index).to(tl.int64)
         target = out + token[:, None] * out_stride_token + head[:, None] * out_stride_head + dims[None, :]
+        total = tl.where(total > 0, total, 1.0)
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored[:, None])
 
 
