@@ -17,7 +17,7 @@ import torch
 from qwen_engine import LLM, SamplingParams
 from qwen_engine.bench.output import add_results_dir_argument
 from qwen_engine.bench.stress import add_suite_arguments, run_and_print
-from qwen_engine.cli import check_room
+from qwen_engine.cli import DEFAULT_MAX_TOKENS, check_room
 from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.errors import QwenEngineError
 
@@ -48,7 +48,9 @@ def parse_args() -> argparse.Namespace:
         help="most tokens of prompt + output (default: what the checkpoint allows)",
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to complete; repeatable")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens to write")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"most tokens to write (default: {DEFAULT_MAX_TOKENS})"
+    )
     add_suite_arguments(parser)
     add_results_dir_argument(parser)
     return parser.parse_args()
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         prompts = args.prompt or DEFAULT_PROMPTS
         for prompt in prompts:
             check_room(llm, llm.encode(prompt), args.max_tokens)
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
+        max_tokens = DEFAULT_MAX_TOKENS if args.max_tokens is None else args.max_tokens
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     for prompt, output in zip(prompts, outputs):
         print(f"{prompt}{output['text']}\n")
     first_token_s = max(output.metrics.first_token_s for output in outputs)

@@ -65,7 +65,14 @@ def same_bits(llm: LLM, source: PromptSource, prompt_tokens: int) -> Check:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--loads", type=load, nargs="+", default=[(1, 1024), (16, 4096), (64, 1024)])
+    parser.add_argument(
+        "--loads",
+        type=load,
+        nargs="+",
+        default=[(1, 1024), (16, 4096), (64, 1024)],
+        metavar="NxTOKENS",
+        help="requests x prompt tokens (default: 1x1024 16x4096 64x1024)",
+    )
     parser.add_argument("--output-len", type=at_least(2), default=64, help="tokens of each request")
     add_common_arguments(parser)
     args = parser.parse_args()

@@ -36,10 +36,10 @@ KINDS["everything"] = {name: value for kind in KINDS.values() for name, value in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--num-requests", type=at_least(1), default=256)
+    parser.add_argument("--num-requests", type=at_least(1), default=256, help="requests that write at once")
     parser.add_argument("--context", type=at_least(1), default=512, help="prompt tokens of each request")
     parser.add_argument("--steps", type=at_least(1), default=50, help="steps that are measured")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of %(default)s; greedy comes first in any case")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="what to measure; greedy comes first in any case")
     add_common_arguments(parser)
     args = parser.parse_args()
     check_writable(args.results_dir)

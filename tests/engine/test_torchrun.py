@@ -58,6 +58,16 @@ def test_a_wrong_number_of_ranks_is_one_clear_line(rank_0_of_2, monkeypatch, cap
     assert capsys.readouterr().err == error  # and no hint to try the demo, which this is
 
 
+@pytest.mark.parametrize(("asked", "is_refused"), [([], False), (["--max-tokens", "100"], True)])
+def test_only_max_tokens_that_were_asked_for_have_to_fit(asked, is_refused, monkeypatch, capsys):
+    options = [*MAIN[:4], "--tensor-parallel-size", "1", "--max-model-len", "40", *asked]
+    monkeypatch.setattr(sys, "argv", ["main_qwen32.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "main_qwen32.py"), run_name="__main__")
+    assert bool(ended.value.code) == is_refused
+    assert ("--max-tokens is 100, but only" in capsys.readouterr().err) == is_refused
+
+
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="the GPUs are not missing here")
 def test_without_gpus_and_weights_both_are_named_and_the_demo_is_offered(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["main_qwen32.py"])

@@ -112,6 +112,7 @@ print(json.dumps({
 STEPS = (
     DRIVER
     + """
+import sys
 from pathlib import Path
 
 import triton.compiler
@@ -151,15 +152,16 @@ from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 kernels._backend = lambda _, deterministic=False: gpu.deterministic if deterministic else gpu
 prefill.num_sms = decode.num_sms = lambda _: 132
+EAGER, DETERMINISTIC = (argument == "True" for argument in sys.argv[1:])
 SEQS, TOKENS, LENGTH = 200, 3000, 4096
 config = ModelConfig.from_folder(Path(__file__).parent)
 here = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-model = Qwen3Model(config, tp=TPGroup(), max_model_len=LENGTH, **here)
-sizes = GraphSizes(decode_sizes(SEQS), mixed_sizes(200, TOKENS))
+model = Qwen3Model(config, tp=TPGroup(), max_model_len=LENGTH, deterministic=DETERMINISTIC, **here)
+sizes = GraphSizes(() if EAGER else decode_sizes(SEQS), mixed_sizes(200, TOKENS))
 runner = ModelRunner(
     model, config, tp=TPGroup(), max_num_seqs=SEQS, max_model_len=LENGTH, block_size=16, graph_sizes=sizes, **here
 )
-options = EngineConfig(model="", max_num_seqs=SEQS, max_num_batched_tokens=TOKENS)
+options = EngineConfig(model="", max_num_seqs=SEQS, max_num_batched_tokens=TOKENS, deterministic=DETERMINISTIC)
 RankSetup(options, Path(), config, max_model_len=LENGTH, **here)._compile_prefill()
 slowest = asked.copy()
 runner.compile_kernels(TOKENS)
@@ -207,14 +209,14 @@ print(json.dumps({
 )
 
 
-def run_script(folder, text):
+def run_script(folder, text, *arguments):
     """What the last line of its output says."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     script = folder / "script.py"  # a file, because the compiler reads the source of kernels
     script.write_text(text)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), *map(str, arguments)],
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
@@ -236,7 +238,8 @@ def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
     assert found["broken"]
 
 
-def test_no_step_compiles_a_kernel_once_the_engine_is_ready(tmp_path):
+@pytest.mark.parametrize(("eager", "deterministic"), [(False, False), (True, False), (False, True)])
+def test_no_step_compiles_a_kernel_once_the_engine_is_ready(eager, deterministic, tmp_path):
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -253,9 +256,10 @@ def test_no_step_compiles_a_kernel_once_the_engine_is_ready(tmp_path):
         "torch_dtype": "bfloat16",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = run_script(tmp_path, STEPS)
+    found = run_script(tmp_path, STEPS, eager, deterministic)
     assert found["slowest"] == ["_prefill_kernel"]
-    assert found["variants"] == 4  # with and without spans, for few rows and for many; the slowest is one of them
+    # With and without spans, for few rows and for many; the slowest is one of them. Deterministic spans are the same.
+    assert found["variants"] == (2 if deterministic else 4)
     assert found["ahead"] > 20
     assert found["late"] == []
     assert found["launched"] > 0

@@ -259,6 +259,16 @@ def test_prefill_attention_splits_the_keys_of_a_few_tiles(dtype, spans, monkeypa
     checks.check_prefill(gpu, "cpu", dtype, spans, (4, 2), 64, 16)
 
 
+@pytest.mark.parametrize("backend", [gpu, gpu.deterministic], ids=["default", "deterministic"])
+def test_padding_of_any_length_gives_zeros(backend):
+    q, cache = torch.randn(20, 4, 64), torch.randn(80, 2, 16, 64)
+    tables = torch.arange(80, dtype=torch.int32).view(1, 80)
+    slots, seq_lens = (torch.tensor([number], dtype=torch.int32) for number in (-1, 1200))
+    starts = torch.tensor([0, 20], dtype=torch.int32)
+    out = backend.prefill_attention(q, cache, cache, tables, slots, starts, seq_lens, 0.1, 20, 1200)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
 @triton.jit
 def _store_tiles_and_spans(query_start, seq_lens, out, rows, num_kv_heads, max_pieces):
     tiles, spans, span = _rows_and_span(query_start, seq_lens, rows, num_kv_heads, max_pieces, 64, 32, 64, True)

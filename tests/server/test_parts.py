@@ -236,6 +236,13 @@ def test_log_lines_carry_the_fields_of_a_request():
     assert TextFormatter("%(message)s").format(record) == "request prompt_tokens=3"
 
 
+def test_a_client_cannot_send_line_breaks_or_escape_sequences_to_the_log():
+    record = logging.LogRecord("name", logging.INFO, "", 0, "request", (), None)
+    record.fields = {"path": "/é \x9b31m\u2028\x85\n\ud800", "reason": "ö ü"}
+    line = TextFormatter("%(message)s").format(record)
+    assert line == 'request path="/\\u00e9 \\u009b31m\\u2028\\u0085\\n\\ud800" reason="ö ü"'
+
+
 def test_a_file_gives_options_and_the_command_line_is_stronger(tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text(

@@ -542,7 +542,8 @@ def repeated(inner: st.SearchStrategy) -> st.SearchStrategy:
         ({"grammar": 'start: foo\nfoo: "a"\n  | bar\nbar: (('}, r"line 4: Expected token ')', found '\n'"),
         ({"grammar": 'start: foo\nfoo: "a"\n  | bar\nbar: (('}, r"near 'bar: (('"),
         ({"grammar": "start: a\n" + "x" * 5000}, "line 2: "),
-        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json": {"type": "strin"}}, "Invalid type: 'strin'"),
+        ({"json": {"type": "string", "format": "no such"}}, "Unknown format: 'no such'"),
     ],
 )
 def test_what_is_wrong_with_a_grammar_is_one_line_that_says_where(

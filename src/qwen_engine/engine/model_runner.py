@@ -218,7 +218,10 @@ class ModelRunner:
             self._trial_step(many, min(10 * many, max_num_batched_tokens), context=1024),
         ):
             self._execute(step, None)
-        for calls, sizes in self._parts_to_capture():
+        parts = self._parts_to_capture()
+        if not self.decode.sizes:  # then decode steps are eager, and not padded
+            parts.append((self.decode.calls, range(1, max_num_seqs + 1)))
+        for calls, sizes in parts:
             # Kernels are chosen anew at powers of two. What another size should want besides, its warm-up compiles.
             for size in (size for size in sizes if size.bit_count() == 1 or size == sizes[-1]):
                 for call in calls.values():

@@ -22,7 +22,8 @@ class TextFormatter(logging.Formatter):
 def _word(value: Any) -> str:
     """A value without spaces and line breaks, or in quotes."""
     text = str(value)
-    return text if text.isprintable() and " " not in text else json.dumps(text, ensure_ascii=False)
+    is_printable = text.isprintable()
+    return text if is_printable and " " not in text else json.dumps(text, ensure_ascii=not is_printable)
 
 
 class JsonFormatter(logging.Formatter):

@@ -57,6 +57,7 @@ _NEAR_CHARS = 16
 # As the library writes them: the second with a line and a column.
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<indent> *)\^+\nerror: (?P<reason>.*)")
 _PLACE = re.compile(r"(?:at )?(?P<line>\d+)\(\d+\): (?P<reason>.*)")
+_UNQUOTED = re.compile(r"(?P<reason>Invalid type|Unknown format): (?P<value>.*)", flags=re.DOTALL)
 _JSON_SPACE = r" |\r?\n[ \t]{0,24}"  # endless space is the easiest way never to finish
 _ANY_OBJECT = {"type": "object"}
 _MAX_LINE_BREAKS = 2  # between thinking and answer
@@ -428,6 +429,8 @@ def _explanation(message: str) -> str:
         excerpt = re.search(rf"^ *{place['line']} \| *(.*)$", message, flags=re.MULTILINE)
         near = f", near {shown(excerpt[1])}" if excerpt else ""
         return f"line {place['line']}: {place['reason']}{near}"
+    if unquoted := _UNQUOTED.fullmatch(message.strip()):
+        return f"{unquoted['reason']}: {shown(unquoted['value'])}"
     return message
 
 

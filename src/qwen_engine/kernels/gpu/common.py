@@ -30,6 +30,14 @@ def rows_to_search(rows: int, block_tables: torch.Tensor) -> int:
     return _FEW_ROWS if rows <= _FEW_ROWS else next_power_of_2(max(rows, len(block_tables)))
 
 
+@triton.jit
+def find_row(index, counts):
+    """The row that number `index` of these counts [rows], one after another, belongs to, and its number there."""
+    ends = tl.cumsum(counts, 0)
+    before = ends <= index
+    return tl.sum(before.to(tl.int32), 0), index - tl.max(tl.where(before, ends, 0), 0)
+
+
 @cache
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     """Dtype that operands of `dtype` are handed to tl.dot in.

@@ -27,6 +27,7 @@ from qwen_engine.kernels.gpu.common import (
     LOG2_E,
     cache_rows,
     dot_dtype,
+    find_row,
     let_next_start,
     needs_wide_offsets,
     next_power_of_2,
@@ -72,14 +73,6 @@ def _rows_and_span(
             span = tl.maximum(tl.cdiv(keys, max_pieces), _MIN_SPAN).to(tl.int32)
             span = tl.cdiv(span, BLOCK_N) * BLOCK_N
     return tiles, tl.maximum(tl.cdiv(length, span), 1), span
-
-
-@triton.jit
-def _find(index, counts):
-    """The row that number `index` of these counts [rows], one after another, belongs to, and its number there."""
-    ends = tl.cumsum(counts, 0)
-    before = ends <= index
-    return tl.sum(before.to(tl.int32), 0), index - tl.max(tl.where(before, ends, 0), 0)
 
 
 @triton.jit
@@ -176,7 +169,7 @@ def _prefill_kernel(
     dims = tl.arange(0, HEAD_DIM)
     member = tl.arange(0, BLOCK_M)
     for piece in range(tl.program_id(0), tl.sum(pieces, 0), tl.num_programs(0)):
-        row, number = _find(piece, pieces)
+        row, number = find_row(piece, pieces)
         kv_head = number % num_kv_heads
         row_start = tl.load(query_start + row)
         query_len = tl.load(query_start + row + 1) - row_start
@@ -291,7 +284,7 @@ def _combine_kernel(
     member = tl.arange(0, BLOCK_M)
     every_row = tl.arange(0, MAX_ROWS)
     for index in range(tl.program_id(0), tl.sum(split_tiles, 0), tl.num_programs(0)):
-        row, number = _find(index, split_tiles)
+        row, number = find_row(index, split_tiles)
         row_start = tl.load(query_start + row)
         query_len = tl.load(query_start + row + 1) - row_start
         num_tiles = tl.cdiv(query_len, BLOCK_Q)
@@ -302,7 +295,7 @@ def _combine_kernel(
         for part in range(tl.max(tl.where(every_row == row, spans, 0), 0)):
             place = (first_piece + part * num_tiles * num_kv_heads) * BLOCK_M + member
             lse = tl.load(partial_lse + place)
-            new_peak = tl.maximum(peak, lse)  # the first part has a key for every query
+            new_peak = tl.maximum(tl.maximum(peak, lse), -1e30)  # of padding no part has a key
             weight, decay = tl.exp2(lse - new_peak), tl.exp2(peak - new_peak)
             mean = tl.load(partial_out + place[:, None] * HEAD_DIM + dims[None, :])
             total = total * decay + weight
@@ -313,6 +306,7 @@ def _combine_kernel(
         stored = (query_index < query_len) & (member < BLOCK_Q * GROUP)
         token = (row_start + query_index).to(tl.int64)
         target = out + token[:, None] * out_stride_token + head[:, None] * out_stride_head + dims[None, :]
+        total = tl.where(total > 0, total, 1.0)
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored[:, None])
 
 

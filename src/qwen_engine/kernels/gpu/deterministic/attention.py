@@ -22,6 +22,7 @@ from qwen_engine.kernels.gpu.common import (
     cache_rows,
     cdiv,
     dot_dtype,
+    find_row,
     let_next_start,
     needs_wide_offsets,
     next_power_of_2,
@@ -280,20 +281,20 @@ def _prefill_kernel(
     DOT_DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Tiles of queries and their order are those of `gpu/prefill.py`."""
+    """Tiles of queries and their order in a row are those of `gpu/prefill.py`."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    candidates = tl.arange(0, MAX_ROWS)
-    starts = tl.load(query_start + candidates, mask=candidates < rows, other=0)
-    started = (candidates < rows) & (starts // BLOCK_Q + candidates <= tile)
-    row = tl.maximum(tl.sum(started.to(tl.int32), 0) - 1, 0)
-    row_start = tl.load(query_start + row)
-    query_len = tl.load(query_start + row + 1) - row_start
-    first_query = (tile - row_start // BLOCK_Q - row) * BLOCK_Q
-    if (first_query < 0) | (first_query >= query_len):
+    every_row = tl.arange(0, MAX_ROWS)
+    exists = every_row < rows
+    starts = tl.load(query_start + every_row, mask=exists, other=0)
+    tiles = tl.cdiv(tl.load(query_start + every_row + 1, mask=exists, other=0) - starts, BLOCK_Q)
+    if tl.program_id(1) >= tl.sum(tiles, 0):
         return
 
+    row, number = find_row(tl.program_id(1), tiles)
+    row_start = tl.load(query_start + row)
+    query_len = tl.load(query_start + row + 1) - row_start
+    first_query = (tl.cdiv(query_len, BLOCK_Q) - 1 - number) * BLOCK_Q
     dims = tl.arange(0, HEAD_DIM)
     member = tl.arange(0, BLOCK_M)
     query_index = first_query + member // GROUP
