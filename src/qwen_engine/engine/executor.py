@@ -99,11 +99,12 @@ class Executor:
         self._publisher = None
         self._store: dist.Store | None = None
         self._store_server: dist.TCPStore | None = None
+        self._compiling: threading.Thread | None = None
         self.phases_s: dict[str, float] = {}
         """Seconds of each part of the start, in order."""
         self._tp = TPGroup()
         try:
-            compiling = setup.begin_compiling()
+            self._compiling = setup.begin_compiling()
             if setup.config.tensor_parallel_size > 1:
                 with self._phase("ranks"):
                     self._start_ranks()
@@ -111,7 +112,7 @@ class Executor:
                 check = None if self._workers is None else self._workers.check
                 self.runner = setup.load_runner(self._tp, check)
             with self._phase("compile"):
-                compile_kernels = functools.partial(setup.compile_kernels, self.runner, compiling)
+                compile_kernels = functools.partial(setup.compile_kernels, self.runner, self._compiling)
                 self._watched(compile_kernels, LOAD_TIMEOUT_S, "compiling the kernels")
             with self._phase("profile"):
                 self.num_kv_blocks = self._fewest_kv_blocks()
@@ -184,6 +185,8 @@ class Executor:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stops the workers and frees this rank's memory; safe to call twice."""
+        if self._compiling is not None:
+            self._compiling.join()  # it holds memory of the device; over long ago, unless the start has failed
         deadline = time.monotonic() + timeout_s
         while self._last is not None and not self._last.is_done() and time.monotonic() < deadline:
             if self._workers is None or self._workers.failure is not None:
