@@ -297,7 +297,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default); or MODEL as the first word"
+        "--model", default="demo", help="folder, Hugging Face repository, or 'demo' (default); or the first word"
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of these options; the command line is stronger"
