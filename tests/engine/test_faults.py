@@ -408,7 +408,7 @@ module._check_headers = check"""
     arguments = ["main_qwen32.py", "--model", "demo", "--device", "cpu"]
     code, out, err = run_program(*arguments, path=[fault.folder])
     assert (code, out) == (2, ""), err
-    error, _hint = err.splitlines()
+    (error,) = err.splitlines()
     assert re.match(r"error: rank 1 died \(CheckpointError: .* cannot be read", error)
 
 
