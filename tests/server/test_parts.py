@@ -241,6 +241,11 @@ def test_a_client_cannot_send_line_breaks_or_escape_sequences_to_the_log():
     record.fields = {"path": "/é \x9b31m\u2028\x85\n\ud800", "reason": "ö ü"}
     line = TextFormatter("%(message)s").format(record)
     assert line == 'request path="/\\u00e9 \\u009b31m\\u2028\\u0085\\n\\ud800" reason="ö ü"'
+    line = JsonFormatter().format(record)
+    assert line.isprintable()
+    assert json.loads(line)["path"] == record.fields["path"]
+    record.fields = {"reason": "ö ü"}
+    assert '"ö ü"' in JsonFormatter().format(record)
 
 
 def test_a_file_gives_options_and_the_command_line_is_stronger(tmp_path):

@@ -37,7 +37,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             content["exception"] = self.formatException(record.exc_info)
-        return json.dumps(content, ensure_ascii=False)
+        line = json.dumps(content, ensure_ascii=False)
+        return line if line.isprintable() else json.dumps(content)
 
 
 def configure(log_format: str, prefix: str = "") -> None:
