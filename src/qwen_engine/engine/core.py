@@ -26,7 +26,8 @@ from qwen_engine.scheduling.block_manager import BlockManager
 from qwen_engine.scheduling.scheduler import Scheduler
 
 ATTENTION_SPEED = 0.6
-"""Of prompts, beside the speed of matrix products: 434 of 722 TFLOP/s on an H200."""
+"""Of late chunks, beside that of matrix products. Chosen before their keys were split; `benchmarks/interruption.py` shows
+what comes of it."""
 
 logger = logging.getLogger(__name__)
 

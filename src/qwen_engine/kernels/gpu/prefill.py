@@ -375,6 +375,11 @@ def prefill_attention(
     rows = slots.shape[0]
     group = num_heads // num_kv_heads
     out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
+    if fills_hopper(tokens, num_heads, max_seq_len, num_sms(q.device)):
+        hopper = hopper_attention(q.device)
+        if hopper and suits_hopper(q, k_cache, v_cache, out):
+            hopper(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, out)
+            return out
     shape = launch_shape(
         head_dim,
         max_query_len * group,
@@ -385,13 +390,7 @@ def prefill_attention(
     tiles = (tokens // (block_m // group) + rows) * num_kv_heads  # at most, all heads together
     max_pieces = _PIECES_PER_SM * num_sms(q.device)
     # Never more tokens than the tiles that may be split: then a few programs, which share out what there is.
-    few_tiles = tokens // (block_m // group) * num_kv_heads <= max_pieces
-    fills = fills_hopper(tokens, num_heads, max_seq_len, num_sms(q.device))
-    hopper = hopper_attention(q.device) if fills else None
-    if hopper and suits_hopper(q, k_cache, v_cache, out):
-        hopper(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, out)
-        return out
-    may_split = few_tiles and max_seq_len > _MIN_SPAN.value
+    may_split = tokens // (block_m // group) * num_kv_heads <= max_pieces and max_seq_len > _MIN_SPAN.value
     programs = _PROGRAMS_PER_SM * num_sms(q.device) if may_split else tiles
     num_partials = 2 * max_pieces * block_m if may_split else 0
     partial_out = torch.empty(num_partials, head_dim, dtype=torch.float32, device=q.device)

@@ -2,7 +2,8 @@
 
 The weight is the wide side of tl.dot: a program owns a tile of its rows and walks along its columns, or along a share
 of them (split-K), which leaves fp32 parts of the product for the next kernel to add. Which tiles are best depends on
-the shape; `TUNED` holds what `benchmarks/tune_linear.py` measured, and whatever is not there goes to cuBLAS.
+the shape; `TUNED` holds what `benchmarks/tune_linear.py` measured. Whatever is not there goes to cuBLAS, but for the
+logits of the fewest rows, which the product of `deterministic` reads the weight faster for.
 """
 
 from dataclasses import dataclass
