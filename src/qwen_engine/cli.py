@@ -153,7 +153,7 @@ def _complete(args: argparse.Namespace) -> int:
         for token_ids in inputs:
             check_room(llm, token_ids, args.max_tokens)
         outputs = _print_in_turn(llm.stream(inputs, params), prompts, echo=not args.chat)
-    _print_summary(outputs, params.max_tokens)
+    print_summary(outputs, params.max_tokens)
     return 0
 
 
@@ -182,7 +182,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _print_summary(outputs: Sequence[RequestOutput], max_tokens: int | None) -> None:
+def print_summary(outputs: Sequence[RequestOutput], max_tokens: int | None) -> None:
     """Prompt tokens over the time until all first tokens were there, decode tokens over the rest; what was cut off."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_decoded = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)

@@ -49,6 +49,10 @@ def test_ipc_02_own_ranks_and_two_torchruns_at_once_print_what_one_rank_prints()
             assert (process.returncode, out) == (0, printed_by_one_rank(*MAIN))
 
 
+def test_the_program_is_short():
+    assert len((ROOT / "main_qwen32.py").read_text().splitlines()) <= 80
+
+
 def test_a_wrong_number_of_ranks_is_one_clear_line(rank_0_of_2, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["main_qwen32.py", *MAIN, "--tensor-parallel-size", "4"])
     with pytest.raises(SystemExit) as ended:

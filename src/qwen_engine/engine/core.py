@@ -26,8 +26,7 @@ from qwen_engine.scheduling.block_manager import BlockManager
 from qwen_engine.scheduling.scheduler import Scheduler
 
 ATTENTION_SPEED = 0.6
-"""Of late chunks, beside that of matrix products. Chosen before their keys were split; `benchmarks/interruption.py` shows
-what comes of it."""
+"""Of late chunks, beside that of matrix products; from before their keys were split (`benchmarks/interruption.py`)."""
 
 logger = logging.getLogger(__name__)
 
