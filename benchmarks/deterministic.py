@@ -103,6 +103,8 @@ def main() -> int:
                 cost = (before / after if figure.endswith("_tok_s") else after / before) - 1
                 metrics[f"{figure.partition('_')[0]}_{name}_cost"] = cost
                 print(f"{name:12s}{label:18s}{before:12.2f}{after:15.2f}{cost:8.1%}")
+            else:
+                print(f"{name:12s}{label:18s}no figure: the whole took no longer than the first tokens")
     for check in checks:
         print(f"{'ok' if check.passed else 'FAILED'}: {check.name} ({check.detail})")
     parameters = {"loads": ["x".join(map(str, pair)) for pair in args.loads], "output_len": args.output_len}

@@ -22,7 +22,8 @@ def test_both_modes_are_measured_and_the_bits_compared(monkeypatch, tmp_path, ca
     for name in ("2x20", "3x9"):
         for mode in ("default", "deterministic"):
             assert result["metrics"][f"{mode}_{name}_prefill_tok_s"] > 0
-            assert result["metrics"][f"{mode}_{name}_decode_step_ms"] > 0
+            step_ms = result["metrics"][f"{mode}_{name}_decode_step_ms"]
+            assert step_ms is None or step_ms > 0  # none where so few steps drown in what else the machine does
     (check,) = [check for check in result["checks"] if check["name"] == "same bits"]
     assert check["passed"]
     assert "4 of 4" in check["detail"]
