@@ -557,8 +557,9 @@ def hung_up(stranger: socket.socket) -> bool:
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:
     context = zmq.Context()
+    context.linger = 0  # of every socket, also of one that is collected before the context ends: else it waits forever
     yield context
-    context.destroy(linger=0)
+    context.destroy()
 
 
 class Marker:
