@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from struct import error as StructError
@@ -352,7 +353,7 @@ class Request:
         self.scheduled_time = 0.0  # time.monotonic() when it first got them
 
         self.slot = -1
-        self.block_ids: list[int] = []
+        self.block_ids: array[int] = array("q")  # its block table
         self.block_keys: list[bytes] = []  # prefix-index keys of the leading full blocks
         self.num_published_blocks = 0
 

@@ -148,6 +148,7 @@ from qwen_engine.kernels.gpu import decode, prefill
 from qwen_engine.kernels.gpu.launching import _EmptyIsZero
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import SamplingParams
+from qwen_engine.scheduling.block_manager import block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 kernels._backend = lambda _, deterministic=False: gpu.deterministic if deterministic else gpu
@@ -179,7 +180,7 @@ def run(lengths, params, step, context=0):
             token_ids=[1] * (context + length),
             num_prompt_tokens=context + length,
             num_computed_tokens=context,
-            block_ids=[0] * -(-(context + length) // 16),
+            block_ids=block_table([0] * -(-(context + length) // 16)),
             params=params[slot % len(params)],
             seed=0,
             stop_ids=(),

@@ -26,9 +26,10 @@ def driver_with_work(**options):
 
 def state(scheduler):
     """Everything the scheduler holds, by value; requests by identity; without what only saves it work."""
-    others = {"block_manager", "_prompt_keys"}
+    others = {"block_manager", "_recent_prompts"}
     plain = {name: copy.copy(value) for name, value in vars(scheduler).items() if name not in others}
-    return plain, copy.deepcopy(vars(scheduler.block_manager))
+    blocks = scheduler.block_manager
+    return plain, copy.deepcopy({**vars(blocks), "_ref_counts": blocks._ref_counts.tolist()})
 
 
 def assert_refused(driver, message, param, request_id="new", prompt=(1, 2, 3), **options):

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.scheduling import block_manager as block_manager_module
-from qwen_engine.scheduling.block_manager import BlockManager, PromptKeys, extend_block_keys
+from qwen_engine.scheduling.block_manager import BlockManager, Match, RecentPrompts, block_table, extend_block_keys
 
 SIZE = 4
 
@@ -37,6 +37,11 @@ def cache(manager, token_ids, salt=None):
     publish_all(manager, blocks, token_ids, salt)
     manager.release(blocks)
     return blocks
+
+
+def state(manager):
+    """Everything the manager holds, by value."""
+    return copy.deepcopy({**vars(manager), "_ref_counts": manager._ref_counts.tolist()})
 
 
 def test_blocks_for_rounds_up():
@@ -98,7 +103,7 @@ def test_the_least_recently_used_chain_is_evicted_first():
     (old,), (middle,), (new,) = (cache(manager, [token] * SIZE) for token in (1, 2, 3))
     manager.acquire([old])
     manager.release([old])  # a use makes it the most recent
-    assert manager.allocate(3) == [middle, new, old]
+    assert list(manager.allocate(3)) == [middle, new, old]
 
 
 def test_a_referenced_block_is_never_evicted():
@@ -106,17 +111,17 @@ def test_a_referenced_block_is_never_evicted():
     first, second = cache(manager, range(8))
     manager.acquire([first])
     assert set(manager.allocate(2)) == {second, 3 - first - second}
-    assert manager.match(keys_of(range(8))) == [first]
+    assert list(manager.match(keys_of(range(8)))) == [first]
 
 
 def test_an_evicted_block_is_not_hit_while_its_new_owner_writes_it():
     manager = BlockManager(1, SIZE)
     cache(manager, [1, 2, 3, 4])
     (block,) = manager.allocate(1)
-    assert manager.match(keys_of([1, 2, 3, 4])) == []
+    assert not manager.match(keys_of([1, 2, 3, 4]))
     manager.publish(block, keys_of([5, 6, 7, 8])[0])
-    assert manager.match(keys_of([1, 2, 3, 4])) == []
-    assert manager.match(keys_of([5, 6, 7, 8])) == [block]
+    assert not manager.match(keys_of([1, 2, 3, 4]))
+    assert list(manager.match(keys_of([5, 6, 7, 8]))) == [block]
     manager.check([[block]])
 
 
@@ -126,7 +131,7 @@ def test_a_match_ends_at_the_first_missing_block():
     keys = keys_of(range(12))
     manager.publish(blocks[0], keys[0])
     manager.publish(blocks[2], keys[2])
-    assert manager.match(keys) == [blocks[0]]
+    assert list(manager.match(keys)) == [blocks[0]]
     manager.publish(blocks[1], keys[1])
     assert manager.match(keys) == blocks
 
@@ -145,7 +150,7 @@ def test_a_hit_needs_the_same_tokens_and_salt(token_ids, salt):
     manager = BlockManager(2, SIZE)
     cached = cache(manager, [1, 2, 3, 4], "a")
     assert manager.match(keys_of([1, 2, 3, 4], "a")) == cached
-    assert manager.match(keys_of(token_ids, salt)) == []
+    assert not manager.match(keys_of(token_ids, salt))
 
 
 def test_a_hit_needs_the_same_tokens_before_the_block():
@@ -153,7 +158,7 @@ def test_a_hit_needs_the_same_tokens_before_the_block():
     cache(manager, [1, 1, 1, 1, 5, 5, 5, 5])
     cache(manager, [2, 2, 2, 2])
     assert len(manager.match(keys_of([2, 2, 2, 2, 5, 5, 5, 5]))) == 1
-    assert manager.match(keys_of([5, 5, 5, 5])) == []
+    assert not manager.match(keys_of([5, 5, 5, 5]))
 
 
 def test_a_hash_collision_does_not_make_a_hit_of_other_tokens(monkeypatch):
@@ -167,7 +172,7 @@ def test_a_hash_collision_does_not_make_a_hit_of_other_tokens(monkeypatch):
     manager = BlockManager(2, SIZE)
     cached = cache(manager, [1, 2, 3, 4])
     assert manager.match(keys_of([1, 2, 3, 4])) == cached
-    assert manager.match(keys_of([1, 2, 3, 5])) == []
+    assert not manager.match(keys_of([1, 2, 3, 5]))
 
 
 def test_keys_grown_step_by_step_equal_keys_made_at_once():
@@ -208,12 +213,12 @@ def test_publishing_twice_keeps_the_first_block_and_the_second_goes_blank():
         manager.publish(first, key)
         manager.publish(second, key)
         manager.check([[first], [second]])
-    assert manager.match([key]) == [first]
+    assert list(manager.match([key])) == [first]
     manager.release([second])
     manager.release([first])
     manager.check([])
-    assert manager.allocate(1) == [second]
-    assert manager.match([key]) == [first]
+    assert list(manager.allocate(1)) == [second]
+    assert list(manager.match([key])) == [first]
 
 
 def test_a_reset_forgets_prefixes_but_not_references():
@@ -223,7 +228,8 @@ def test_a_reset_forgets_prefixes_but_not_references():
     publish_all(manager, held, [9] * SIZE)
     manager.reset_prefix_cache()
     manager.check([held])
-    assert manager.match(keys_of(range(8))) == manager.match(keys_of([9] * SIZE)) == []
+    assert not manager.match(keys_of(range(8)))
+    assert not manager.match(keys_of([9] * SIZE))
     assert manager.num_free_blocks == 3
     manager.release(held)
     manager.check([])
@@ -233,7 +239,7 @@ def test_a_reset_forgets_prefixes_but_not_references():
 def test_a_pool_without_prefix_caching_never_hits():
     manager = BlockManager(2, SIZE, enable_prefix_caching=False)
     cache(manager, range(8))
-    assert manager.match(keys_of(range(8))) == []
+    assert not manager.match(keys_of(range(8)))
     manager.check([])
 
 
@@ -276,20 +282,20 @@ def _blank_and_cached(manager):
 
 
 def _referenced_and_blank(manager):
-    manager._blank[0] = manager._ref_counts.index(1)
+    manager._blank[0] = manager._ref_counts.tolist().index(1)
 
 
 def _referenced_and_cached(manager):
     manager._cached.popitem()
-    manager._cached[manager._ref_counts.index(1)] = None
+    manager._cached[manager._ref_counts.tolist().index(1)] = None
 
 
 def _reference_too_many(manager):
-    manager._ref_counts[manager._ref_counts.index(1)] += 1
+    manager._ref_counts[manager._ref_counts.tolist().index(1)] += 1
 
 
 def _reference_too_few(manager):
-    manager._ref_counts[manager._ref_counts.index(2)] -= 1
+    manager._ref_counts[manager._ref_counts.tolist().index(2)] -= 1
 
 
 def _reference_to_a_free_block(manager):
@@ -384,7 +390,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.manager = BlockManager(POOL, SIZE)
-        self.tables = []  # (block ids, token ids, salt, number of published blocks)
+        self.tables = []  # [block ids, token ids, salt, number of published blocks, what was matched and is indexed]
         self.index = {}  # (salt, token ids up to the end of the block) → block
         self.blank = set(range(POOL))
         self.cached = OrderedDict()  # block → its key in `index`, least recently used first
@@ -397,8 +403,9 @@ class PoolMachine(RuleBasedStateMachine):
         head=st.integers(0, 1),
         tail=st.integers(0, 1),
         salt=st.sampled_from([None, "s"]),
+        data=st.data(),
     )
-    def start_table(self, num_blocks, head, tail, salt):
+    def start_table(self, num_blocks, head, tail, salt, data):
         """What admission does: match, acquire, allocate the rest."""
         token_ids = [head] * SIZE + [tail] * SIZE * (num_blocks - 1)
         expected = []
@@ -408,15 +415,18 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             expected.append(block_id)
         matched = self.manager.match(keys_of(token_ids, salt))
-        assert matched == expected
+        assert list(matched) == expected
+        if self.tables:
+            _, held_ids, held_salt, _, held = data.draw(st.sampled_from(self.tables))
+            assert self.manager.match(keys_of(token_ids, salt), Match(keys_of(held_ids, held_salt), held)) == matched
         assert self.manager.num_unreferenced(matched) == sum(not self.references(b) for b in matched)
-        before = copy.deepcopy(vars(self.manager))
+        before = state(self.manager)
         num_new = num_blocks - len(matched)
         free_after = len(self.blank) + len(set(self.cached) - set(matched))
         if num_new > free_after:
             with pytest.raises(QwenEngineError):
                 self.manager.allocate(num_new + self.manager.num_unreferenced(matched))
-            assert vars(self.manager) == before
+            assert state(self.manager) == before
             return
         self.manager.acquire(matched)
         for block_id in matched:
@@ -429,13 +439,13 @@ class PoolMachine(RuleBasedStateMachine):
             oldest, key = self.cached.popitem(last=False)
             assert block_id == oldest
             del self.index[key]
-        self.tables.append([matched + new, token_ids, salt, len(matched)])
+        self.tables.append([matched + new, token_ids, salt, len(matched), matched])
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def publish_next(self, data):
         table = data.draw(st.sampled_from(self.tables))
-        block_ids, token_ids, salt, num_published = table
+        block_ids, token_ids, salt, num_published, _ = table
         if num_published == len(block_ids):
             return
         self.manager.publish(block_ids[num_published], keys_of(token_ids, salt)[num_published])
@@ -459,6 +469,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.manager.reset_prefix_cache()
+        for table in self.tables:
+            table[4] = block_table()
         self.blank |= set(self.cached)
         self.cached.clear()
         self.index.clear()
@@ -474,41 +486,45 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-PROMPTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([None, "a", "b"])), max_size=12)
+PROMPTS = st.lists(
+    st.tuples(
+        st.integers(0, 40), st.integers(0, 40), st.sampled_from([None, "a", "b"]), st.none() | st.integers(0, 120)
+    ),
+    max_size=12,
+)
 
 
 @given(PROMPTS)
-def test_keys_of_prompts_that_begin_alike_are_those_of_each_alone(prompts):
+def test_keys_known_of_prompts_that_begin_alike_are_those_of_each_alone(prompts):
     """Prompts of a length that is remembered: a common beginning, then tokens of their own."""
-    known = PromptKeys(block_size=16)
-    for common, own, salt in prompts:
+    recent = RecentPrompts(block_size=16)
+    for common, own, salt, limit in prompts:
         token_ids = [*range(1024 + 9 * common), *[7 * common + own] * (5 * own)]
         alone: list[bytes] = []
         extend_block_keys(alone, token_ids, 16, salt)
-        assert known.of(packed(token_ids), salt) == alone
+        keys = recent.known_keys(packed(token_ids), salt)
+        assert keys == alone[: len(keys)]
+        extend_block_keys(keys, token_ids, 16, salt, limit)
+        assert keys == alone[: len(keys)]
+        assert limit is not None or len(keys) == len(alone)
 
 
 def packed(token_ids: list[int]) -> bytes:
     return np.array(token_ids, dtype=np.int32).tobytes()
 
 
-def test_what_prompts_share_is_hashed_once(monkeypatch):
-    hashed = []
-
-    def count(data: bytes):
-        hashed.append(data)
-        return hashlib.sha256(data)
-
-    monkeypatch.setattr(block_manager_module, "sha256", count)
-    known = PromptKeys(block_size=16)
+def test_what_prompts_share_is_known_as_far_as_one_of_them_was_hashed():
+    recent = RecentPrompts(block_size=16)
     shared = list(range(2048))
-    longer = packed([*shared, *[5] * 32])
-    known.of(packed([*shared, 1]), None)
-    assert len(hashed) == 1 + 128
-    keys = known.of(longer, None)
-    assert len(keys) == 130
-    assert len(hashed) == 1 + 128 + 2
-    keys.append(b"")  # the caller's list is its own
-    assert len(known.of(longer, None)) == 130
-    known.of(packed(shared), "another user's")
-    assert len(hashed) == 1 + 128 + 2 + 1 + 128
+    longer = [*shared, *[5] * 32]
+    first = recent.known_keys(packed([*shared, 1]), None)
+    assert first == []
+    extend_block_keys(first, [*shared, 1], 16, None, limit=100)
+    assert len(recent.known_keys(packed(longer), None)) == 100
+    extend_block_keys(first, [*shared, 1], 16, None)
+    second = recent.known_keys(packed(longer), None)
+    assert second == first
+    extend_block_keys(second, longer, 16, None)
+    assert len(first) == 128  # a list each
+    assert len(recent.known_keys(packed([*longer, 1]), None)) == 130
+    assert recent.known_keys(packed(shared), "another user's") == []

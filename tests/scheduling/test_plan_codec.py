@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_engine.request import INT64_MAX, INT64_MIN, Request, SamplingParams
-from qwen_engine.scheduling.block_manager import BlockManager
+from qwen_engine.scheduling.block_manager import BlockManager, block_table
 from qwen_engine.scheduling.plan_codec import (
     INT32_MAX,
     PlanError,
@@ -59,7 +59,7 @@ def slot_inits(draw: st.DrawFn) -> SlotInit:
         token_ids=token_ids,
         num_prompt_tokens=draw(st.integers(0, first + len(token_ids))),
         num_computed_tokens=draw(st.integers(first, first + len(token_ids))),
-        block_ids=draw(st.lists(IDS, max_size=8)),
+        block_ids=block_table(draw(st.lists(IDS, max_size=8))),
         params=draw(PARAMS),
         seed=draw(st.integers(INT64_MIN, INT64_MAX)),
         stop_ids=draw(st.lists(IDS, max_size=4)),
@@ -99,7 +99,7 @@ def small_plan(**params: object) -> StepPlan:
         token_ids=[5, 6, 7],
         num_prompt_tokens=3,
         num_computed_tokens=0,
-        block_ids=[4],
+        block_ids=block_table([4]),
         params=SamplingParams(**params),
         seed=9,
         stop_ids=[2],
@@ -247,6 +247,13 @@ def test_what_the_other_side_could_not_read_is_not_encoded(fields: dict, message
 
 def test_numbers_of_an_added_slot_are_checked_before_they_travel() -> None:
     plan = small_plan()
-    for fields in ({"seed": 2**63}, {"slot": -1}, {"num_computed_tokens": 4}, {"token_ids": [-1, 0, 0]}):
+    for fields in (
+        {"seed": 2**63},
+        {"slot": -1},
+        {"num_computed_tokens": 4},
+        {"token_ids": [-1, 0, 0]},
+        {"block_ids": block_table([3, -1])},
+        {"block_ids": block_table([2**31])},
+    ):
         with pytest.raises(PlanError, match=next(iter(fields))):
             encode_plan(dataclasses.replace(plan, added=[dataclasses.replace(plan.added[0], **fields)]))

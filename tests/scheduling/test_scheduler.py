@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 from fake_device import Driver
+
+from qwen_engine.scheduling import block_manager as block_manager_module
 
 
 def ids(requests):
@@ -227,3 +231,24 @@ def test_a_request_that_looks_back_is_sent_with_the_tokens_of_its_hit(options):
     assert plain.num_computed_tokens == looks_back.num_computed_tokens == 8
     assert (plain.first_token, list(plain.token_ids)) == (8, [prompt[8], 1])
     assert (looks_back.first_token, list(looks_back.token_ids)) == (0, [*prompt, 2])
+
+
+def test_admission_hashes_no_more_than_it_takes_to_find_what_is_cached(monkeypatch):
+    hashed = []
+
+    def count(data: bytes):
+        hashed.append(data)
+        return sha256(data)
+
+    monkeypatch.setattr(block_manager_module, "sha256", count)
+    driver = Driver(num_blocks=600, max_num_batched_tokens=2048)
+    prompt = [1 + i % 7 for i in range(1200)]
+    driver.add("cold", prompt)
+    driver.launch()
+    assert len(hashed) == 2  # of the salt and the block that missed; the others are hashed when they are published
+    driver.run()
+    del hashed[:]
+    warm, longer = driver.add("warm", prompt), driver.add("longer", [*prompt, *prompt[:40]])
+    driver.scheduler.schedule()
+    assert (warm.num_cached_tokens, longer.num_cached_tokens) == (1196, 1200)
+    assert len(hashed) == 1  # the block that follows the 300 which both share with the cold one

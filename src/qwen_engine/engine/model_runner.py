@@ -29,6 +29,7 @@ from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.sampler import TokenMasks, TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import Logprob, PositionLogprobs, SamplingParams
+from qwen_engine.scheduling.block_manager import block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 PROMPT_LOGPROB_ROWS = 256
@@ -241,7 +242,7 @@ class ModelRunner:
                 token_ids=[0] * length,
                 num_prompt_tokens=context + length,
                 num_computed_tokens=context,
-                block_ids=[0] * -(-(context + length) // self.block_size),
+                block_ids=block_table([0] * -(-(context + length) // self.block_size)),
                 params=params,
                 seed=0,
                 stop_ids=(),

@@ -12,10 +12,13 @@ Releasing a table puts its tail before its head, so a chain is evicted from the 
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from struct import pack
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,57 +30,88 @@ BlockKey = bytes
 The index compares whole keys, so the tokens of a block are compared on every hit.
 """
 
+BlockTable = array
+"""Ids of the blocks that hold a sequence of tokens, in its order; int64, so that numpy can index with it in place."""
 
-def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size: int, salt: str | None) -> None:
-    """Appends the keys of the full blocks of `token_ids` that `keys` does not hold yet."""
+
+def block_table(block_ids: Iterable[int] = ()) -> BlockTable:
+    """A table of these blocks."""
+    return array("q", block_ids)
+
+
+def extend_block_keys(
+    keys: list[BlockKey], token_ids: Sequence[int], block_size: int, salt: str | None, limit: int | None = None
+) -> None:
+    """Appends the keys of the full blocks of `token_ids` that `keys` does not hold yet, to have `limit` at most."""
     first, last = len(keys), len(token_ids) // block_size
+    if limit is not None:
+        last = min(last, limit)
     if first < last:
         tokens = token_ids[first * block_size : last * block_size]
-        _extend_keys(keys, pack(f"{len(tokens)}i", *tokens), 4 * block_size, salt)
+        packed, stride = pack(f"{len(tokens)}i", *tokens), 4 * block_size
+        # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt passes for a block.
+        parent = keys[-1] if keys else sha256((salt or "").encode(errors="surrogatepass")).digest()
+        for start in range(0, len(packed), stride):
+            parent = sha256(parent).digest() + packed[start : start + stride]
+            keys.append(parent)
 
 
-def _extend_keys(keys: list[BlockKey], tokens: bytes, stride: int, salt: str | None) -> None:
-    """The same for the next blocks' ids as int32, `stride` bytes each."""
-    # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt can pass for a block.
-    parent = keys[-1] if keys else sha256((salt or "").encode(errors="surrogatepass")).digest()
-    for start in range(0, len(tokens), stride):
-        parent = sha256(parent).digest() + tokens[start : start + stride]
-        keys.append(parent)
-
-
-class PromptKeys:
-    """Block keys of prompts. What a prompt shares with one of those that came last is not hashed again: comparing is
-    faster by far, and prompts that come together often begin alike."""
+class RecentPrompts:
+    """The prompts that came last, with the keys of their blocks. Prompts that come together often begin alike, and to
+    compare them is faster by far than to hash each."""
 
     _NUM_REMEMBERED = 4
     _LEAST_TOKENS = 1024  # fewer are hashed as fast
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._latest: deque[tuple[str | None, np.ndarray, list[BlockKey]]] = deque(maxlen=self._NUM_REMEMBERED)
+        self._latest: deque[tuple[str | None, bytes, list[BlockKey]]] = deque(maxlen=self._NUM_REMEMBERED)
 
-    def of(self, packed_prompt: bytes, salt: str | None) -> list[BlockKey]:
-        """What `extend_block_keys` makes of an empty list. packed_prompt: ids as int32."""
-        size, keys = self._block_size, []
-        prompt_ids = np.frombuffer(packed_prompt, dtype=np.int32)
-        is_long = len(prompt_ids) >= self._LEAST_TOKENS
-        for other_salt, other_ids, other_keys in self._latest if is_long else ():
-            if other_salt == salt:
-                num_shared = _num_shared(prompt_ids, other_ids) // size
-                if num_shared > len(keys):
+    def known_keys(self, packed_prompt: bytes, salt: str | None) -> list[BlockKey]:
+        """Keys of the leading blocks that one of those prompts had too, as far as they have been hashed.
+
+        packed_prompt: ids as int32. The list is remembered for the prompts to come: its owner may extend it, no more.
+        """
+        keys: list[BlockKey] = []
+        if len(packed_prompt) < 4 * self._LEAST_TOKENS:
+            return keys
+        stride = 4 * self._block_size
+        for other_salt, other_prompt, other_keys in reversed(self._latest):
+            # Most of the time the last prompt shared as much as any; one block says whether this one shares more.
+            next_block = slice(len(keys) * stride, (len(keys) + 1) * stride)
+            if other_salt == salt and packed_prompt[next_block] == other_prompt[next_block]:
+                num_shared = _num_equal_bytes(packed_prompt, other_prompt) // stride
+                if min(num_shared, len(other_keys)) > len(keys):
                     keys = other_keys[:num_shared]
-        _extend_keys(keys, prompt_ids[len(keys) * size : len(prompt_ids) // size * size].tobytes(), 4 * size, salt)
-        if is_long:
-            self._latest.append((salt, prompt_ids, list(keys)))
+        self._latest.append((salt, packed_prompt, keys))
         return keys
 
 
-def _num_shared(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two prompts have in common at their start."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+def _num_equal_bytes(one: bytes, other: bytes) -> int:
+    """How many bytes two strings of int32 ids have in common at their start, in whole ids."""
+    length = min(len(one), len(other)) // 4
+    differs = np.frombuffer(one, np.int32, length) != np.frombuffer(other, np.int32, length)
     first = int(differs.argmax())
-    return first if differs[first] else length
+    return 4 * (first if differs[first] else length)
+
+
+def _num_common(keys: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+    """How many leading keys are the same. A key determines all before it, so one look tells of all, and a binary search
+    finds where two lists part."""
+    length = min(len(keys), len(other))
+    if length and keys[length - 1] == other[length - 1]:
+        return length
+    return bisect_left(range(length), True, key=lambda index: keys[index] != other[index])
+
+
+class Match(NamedTuple):
+    """Blocks, and a list that begins with their keys."""
+
+    keys: Sequence[BlockKey]
+    block_ids: BlockTable
+
+
+NO_MATCH = Match((), block_table())
 
 
 class BlockManager:
@@ -87,7 +121,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._ref_counts = [0] * num_blocks
+        self._ref_counts = np.zeros(num_blocks, dtype=np.int32)
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest ids go out first
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[BlockKey, int] = {}
@@ -102,28 +136,34 @@ class BlockManager:
         """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Blocks that hold the longest indexed prefix of `keys`. They are not referenced yet: call `acquire`."""
-        blocks = list(map(self._block_of.get, keys))
-        return blocks[: blocks.index(None)] if None in blocks else blocks
+    def match(self, keys: Sequence[BlockKey], held: Match = NO_MATCH) -> BlockTable:
+        """Blocks that hold the longest indexed prefix of `keys`. They are not referenced yet: call `acquire`.
+
+        held: a match whose blocks were acquired since and are still indexed; what `keys` has in common with it is not
+        looked up.
+        """
+        blocks = held.block_ids[: _num_common(keys, held.keys)]
+        found = list(map(self._block_of.get, keys[len(blocks) :]))
+        blocks.extend(found[: found.index(None)] if None in found else found)
+        return blocks
 
     def num_unreferenced(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks `acquire` would take out of the free ones."""
-        return list(map(self._ref_counts.__getitem__, block_ids)).count(0)
+        return len(block_ids) - int(np.count_nonzero(self._ref_counts[np.asarray(block_ids, dtype=np.int64)]))
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Adds one reference to each of these indexed blocks."""
-        ref_counts, cached = self._ref_counts, self._cached
-        for block_id in block_ids:
-            if ref_counts[block_id] == 0:
-                del cached[block_id]
-            ref_counts[block_id] += 1
+        """Adds one reference to each of these indexed blocks, which are all different."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        ref_counts = self._ref_counts[ids]
+        for block_id in ids[ref_counts == 0].tolist():
+            del self._cached[block_id]
+        self._ref_counts[ids] = ref_counts + 1
 
-    def allocate(self, num_blocks: int) -> list[int]:
+    def allocate(self, num_blocks: int) -> BlockTable:
         """Hands out blocks with one reference each; evicts the least recently used cached ones."""
         if num_blocks > self.num_free_blocks:
             raise QwenEngineError(f"{num_blocks} KV blocks were asked for; {self.num_free_blocks} are free")
-        blocks = []
+        blocks = block_table()
         for _ in range(num_blocks):
             if self._blank:
                 block_id = self._blank.pop()
@@ -136,14 +176,14 @@ class BlockManager:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drops one reference of each block of a table, last block first."""
-        ref_counts = self._ref_counts
-        for block_id in reversed(block_ids):
-            ref_counts[block_id] -= 1
-            if ref_counts[block_id] == 0:
-                if block_id in self._key_of:
-                    self._cached[block_id] = None
-                else:
-                    self._blank.append(block_id)
+        ids = np.asarray(block_ids, dtype=np.int64)[::-1]
+        ref_counts = self._ref_counts[ids] - 1
+        self._ref_counts[ids] = ref_counts
+        for block_id in ids[ref_counts == 0].tolist():
+            if block_id in self._key_of:
+                self._cached[block_id] = None
+            else:
+                self._blank.append(block_id)
 
     def publish(self, block_id: int, key: BlockKey) -> None:
         """Makes a computed, referenced block reusable. Of two blocks with one key, the first stays in the index."""
@@ -164,7 +204,7 @@ class BlockManager:
         keys: of each table's computed blocks. An indexed block of the table has to be one of them, with that key.
         """
         mentions = Counter(block_id for table in tables for block_id in table)
-        for block_id, count in enumerate(self._ref_counts):
+        for block_id, count in enumerate(self._ref_counts.tolist()):
             assert count == mentions[block_id], f"block {block_id}: {count} references, {mentions[block_id]} mentions"
         blank, cached = set(self._blank), set(self._cached)
         assert len(blank) == len(self._blank), "a block is blank twice"

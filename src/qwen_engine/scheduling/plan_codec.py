@@ -16,9 +16,11 @@ from itertools import chain, groupby
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from qwen_engine.errors import QwenEngineError, RequestError
 from qwen_engine.request import INT64_MAX, INT64_MIN, SamplingParams, shown
+from qwen_engine.scheduling.block_manager import BlockTable, block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 INT32_MAX = 2**31 - 1
@@ -52,7 +54,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    """The plan that `encode_plan` was given; its sequences are lists. PlanError for any other bytes."""
+    """The plan that `encode_plan` was given, with lists and block tables. PlanError for any other bytes."""
     try:
         fields = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
@@ -109,7 +111,7 @@ def _slot_fields(entry: SlotInit) -> dict[str, Any]:
         "token_ids": _pack_ids("token_ids", entry.token_ids),
         "num_prompt_tokens": entry.num_prompt_tokens,
         "num_computed_tokens": entry.num_computed_tokens,
-        "block_ids": _pack_ids("block_ids", entry.block_ids),
+        "block_ids": _pack_table(entry.block_ids),
         "params": encode_params(entry.params),
         "seed": entry.seed,
         "stop_ids": _pack_ids("stop_ids", entry.stop_ids),
@@ -129,7 +131,7 @@ def _slot_init(fields: object) -> SlotInit:
         token_ids=token_ids,
         num_prompt_tokens=fields["num_prompt_tokens"],
         num_computed_tokens=fields["num_computed_tokens"],
-        block_ids=_unpack_ids("block_ids", fields["block_ids"]),
+        block_ids=_unpack_table(fields["block_ids"]),
         params=decode_params(fields["params"]),
         seed=fields["seed"],
         stop_ids=_unpack_ids("stop_ids", fields["stop_ids"]),
@@ -174,11 +176,26 @@ def _pack_ids(name: str, values: Sequence[int], low: int = 0) -> bytes:
 
 
 def _unpack_ids(name: str, data: object, low: int = 0) -> list[int]:
-    if not isinstance(data, bytes) or len(data) % 4:
-        raise PlanError(f"plan field {name} is {shown(data)}; it must be a string of 4-byte integers")
+    data = _checked_id_bytes(name, data)
     values = list(struct.unpack(f"<{len(data) // 4}i", data))
     _check_low(name, values, low)
     return values
+
+
+def _pack_table(block_ids: BlockTable) -> bytes:
+    ids = np.asarray(block_ids)
+    _check_low("block_ids", [ids.min(initial=0)], 0)
+    if ids.max(initial=0) > INT32_MAX:
+        raise PlanError(f"plan field block_ids holds {ids.max()}; it must be at most {INT32_MAX}")
+    return ids.astype("<i4").tobytes()
+
+
+def _unpack_table(data: object) -> BlockTable:
+    ids = np.frombuffer(_checked_id_bytes("block_ids", data), dtype="<i4")
+    _check_low("block_ids", [ids.min(initial=0)], 0)
+    table = block_table()
+    table.frombytes(ids.astype(np.int64).tobytes())
+    return table
 
 
 def _check_low(name: str, values: Iterable[int], low: int) -> None:
@@ -204,6 +221,12 @@ def _pairs(name: str, values: list[int]) -> list[tuple[int, int]]:
 def _checked_int(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise PlanError(f"plan field {name} is {shown(value)}; it must be an integer from {low} to {high}")
+    return value
+
+
+def _checked_id_bytes(name: str, value: object) -> bytes:
+    if not isinstance(value, bytes) or len(value) % 4:
+        raise PlanError(f"plan field {name} is {shown(value)}; it must be a string of 4-byte integers")
     return value
 
 

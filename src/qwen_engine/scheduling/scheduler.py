@@ -29,7 +29,15 @@ import numpy as np
 
 from qwen_engine.errors import RequestError, shown
 from qwen_engine.request import Request, RequestStatus
-from qwen_engine.scheduling.block_manager import BlockManager, PromptKeys, extend_block_keys
+from qwen_engine.scheduling.block_manager import (
+    NO_MATCH,
+    BlockManager,
+    BlockTable,
+    Match,
+    RecentPrompts,
+    block_table,
+    extend_block_keys,
+)
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 
@@ -70,7 +78,7 @@ class Scheduler:
         context_cost: float = 0.0,
     ) -> None:
         self.block_manager = block_manager
-        self._prompt_keys = PromptKeys(block_manager.block_size)
+        self._recent_prompts = RecentPrompts(block_manager.block_size)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -311,20 +319,19 @@ class Scheduler:
         request is not preempted again before it has moved. Returns the budget that is left.
         """
         block_manager = self.block_manager
+        held = NO_MATCH  # of the request before: those that come together often begin alike
         while budget and self.waiting and self._free_slots:
             request = self.waiting[-1]
             if len(request.token_ids) < request.num_tokens:
                 break  # preempted while its last token is still on the device
-            if not request.block_keys:
-                request.block_keys = self._prompt_keys.of(request.packed_prompt, request.cache_salt)
-            extend_block_keys(request.block_keys, request.token_ids, block_manager.block_size, request.cache_salt)
-            cached = self._match(request)
+            cached = self._match(request, held)
             num_new = block_manager.blocks_for(request.num_tokens) - len(cached)
             num_usable = block_manager.num_free_blocks - block_manager.num_unreferenced(cached)
             if num_new + len(self.running) > num_usable:
                 break
             self.waiting.pop()
             block_manager.acquire(cached)
+            held = Match(request.block_keys, cached)
             request.block_ids = cached + block_manager.allocate(num_new)
             request.num_published_blocks = len(cached)
             request.num_computed_tokens = len(cached) * block_manager.block_size
@@ -341,12 +348,25 @@ class Scheduler:
             self._add_chunk(request, num_tokens, plan, launched)
         return budget
 
-    def _match(self, request: Request) -> list[int]:
-        """Cached blocks for the request's prefix; never its last token, whose logits are needed."""
+    def _match(self, request: Request, held: Match) -> BlockTable:
+        """Cached blocks for the request's prefix; never its last token, whose logits are needed.
+
+        No more is hashed than it takes to find them: the rest waits until its blocks are published.
+        """
         if request.params.prompt_logprobs is not None:
-            return []  # cached positions would have no logits
-        num_usable = (request.num_tokens - 1) // self.block_manager.block_size
-        return self.block_manager.match(request.block_keys[:num_usable])
+            return block_table()  # cached positions would have no logits
+        if not request.block_keys:
+            request.block_keys = self._recent_prompts.known_keys(request.packed_prompt, request.cache_salt)
+        keys, block_size = request.block_keys, self.block_manager.block_size
+        num_usable = (request.num_tokens - 1) // block_size
+        cached = self.block_manager.match(keys if len(keys) <= num_usable else keys[:num_usable], held)
+        num_more = 1
+        while len(cached) == len(keys) < num_usable:
+            limit = min(num_usable, len(keys) + num_more)
+            extend_block_keys(keys, request.token_ids, block_size, request.cache_salt, limit)
+            cached.extend(self.block_manager.match(keys[len(cached) :]))
+            num_more *= 2
+        return cached
 
     def _add_chunk(self, request: Request, num_tokens: int, plan: StepPlan, launched: _LaunchedStep) -> None:
         end = request.num_computed_tokens + num_tokens
@@ -387,7 +407,7 @@ class Scheduler:
 
     def _give_up(self, request: Request) -> None:
         self.block_manager.release(request.block_ids)
-        request.block_ids = []
+        request.block_ids = block_table()
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
@@ -415,7 +435,7 @@ def _slot_init(request: Request) -> SlotInit:
         token_ids=request.token_ids[first:],
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
-        block_ids=list(request.block_ids),
+        block_ids=request.block_ids[:],
         params=request.params,
         seed=request.seed,
         stop_ids=sorted(request.stop_ids),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qwen_engine.request import SamplingParams
+from qwen_engine.scheduling.block_manager import BlockTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class SlotInit:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: Sequence[int]
+    block_ids: BlockTable
     params: SamplingParams
     seed: int
     stop_ids: Sequence[int]
