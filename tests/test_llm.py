@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -112,6 +113,8 @@ def test_every_form_of_a_prompt_is_the_same_request(llm):
     expected = one(llm, "hello world", greedy())["token_ids"]
     forms = ["hello world", ["hello world"], ids, [ids], tuple(ids), [tuple(ids)]]
     forms += [{"prompt": "hello world"}, [{"prompt_token_ids": ids}], {"prompt_token_ids": tuple(ids), "prompt": "x"}]
+    forms += [np.array(ids), [np.array(ids)], list(np.array(ids)), [list(np.array(ids))], torch.tensor([ids])]
+    forms += [{"prompt_token_ids": np.array(ids)}, {"prompt_token_ids": list(torch.tensor(ids))}]
     for form in forms:
         (out,) = run(llm, form, greedy())
         assert out["token_ids"] == expected
@@ -139,6 +142,10 @@ BAD_PROMPTS: list[Any] = [
     [["a"]],
     [[[1]]],
     [1, "a"],
+    [1, [2]],
+    np.array([1.5]),
+    [np.array([True])],
+    np.array(5),
     [None],
     None,
     5,

@@ -6,7 +6,9 @@ import inspect
 import math
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from qwen_engine import SamplingParams
 from qwen_engine.errors import RequestError, UnknownParameterError
@@ -126,6 +128,31 @@ def test_values_are_normalised():
     assert params.logit_bias == {5: 100.0, 6: -100.0, 7: 100.0}
     assert params.allowed_token_ids == (2, 1)
     assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None).stop == ()
+
+
+def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(4),
+        seed=torch.tensor(7),
+        ignore_eos=np.True_,
+        stop_token_ids=np.array([3, 1]),
+        allowed_token_ids=[np.int32(2), 5],
+        logit_bias={np.int64(5): np.float32(1.5)},
+    )
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        seed=7,
+        ignore_eos=True,
+        stop_token_ids=[3, 1],
+        allowed_token_ids=[2, 5],
+        logit_bias={5: 1.5},
+    )
+    assert type(params.seed) is type(params.allowed_token_ids[0]) is int
+    for name, value in (("top_k", np.float64(1.5)), ("temperature", np.array([0.5])), ("stop_token_ids", [np.True_])):
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**{name: value})
 
 
 def test_params_do_not_share_what_the_caller_may_change():

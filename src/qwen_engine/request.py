@@ -172,6 +172,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, plain(getattr(self, name)))
         _check_integer("n", self.n, 1, MAX_SAMPLES)
         _check_number("temperature", self.temperature, 0.0, 2.0)
         if 0 < self.temperature < GREEDY_TEMPERATURE:
@@ -499,6 +501,11 @@ class RequestOutput:
         raise KeyError(name)
 
 
+def plain(value: Any) -> Any:
+    """Python's own numbers and lists in place of a scalar or array of numpy or torch; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _packed(token_ids: list[int]) -> bytes | None:
     if not {*map(type, token_ids)} <= {int}:  # a bool, say, is none
         return None
@@ -548,10 +555,11 @@ def _token_ids(name: str, value: Any, max_count: int) -> tuple[int, ...]:
         raise RequestError(f"{name} is {type(value).__name__}; it must be a list of token ids", param=name)
     if len(value) > max_count:
         raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
-    for token_id in value:
+    token_ids = tuple(map(plain, value))
+    for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise RequestError(f"{name} holds {shown(token_id)}; every entry must be a token id", param=name)
-    return tuple(value)
+    return token_ids
 
 
 def _structured_outputs(value: Any) -> StructuredOutputs:
@@ -611,7 +619,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
             f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias"
         )
     biases = {}
-    for key, bias in value.items():
+    for key, bias in ((plain(key), plain(bias)) for key, bias in value.items()):
         try:
             token_id = int(key) if isinstance(key, str) else key
             _check_integer("key", token_id, INT64_MIN, INT64_MAX)
