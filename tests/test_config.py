@@ -280,7 +280,7 @@ def test_model_names_that_lead_nowhere_give_one_line(tmp_path):
         ("scheduling_policy", ["lifo", None]),
         ("max_num_waiting", [0, "5"]),
         ("max_late_chunk_tokens", [0, 2.5]),
-        ("max_logprobs", [-1, None, 2.0]),
+        ("max_logprobs", [-2, None, 2.0]),
         ("skip_tokenizer_init", ["true", 1]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import linecache
+import math
 import sys
 import threading
 import time
@@ -330,6 +331,15 @@ def test_logprobs_equal_transformers(llm, folder, reference_model):
                 assert value.logprob == pytest.approx(expected[position, token_id].item(), abs=1e-4)
                 assert value.rank == (expected[position] > expected[position, token_id]).sum() + 1
                 assert value.decoded_token == llm.tokenizer.token_str(token_id)
+
+
+def test_logprobs_of_the_whole_vocabulary_add_up_to_one(folder):
+    with LLM(folder, max_logprobs=-1, **MAKE) as llm:
+        out = one(llm, [5, 6, 7], seeded(1, 3, logprobs=-1, prompt_logprobs=-1))
+        for token_id, entry in zip([6, 7, *out["token_ids"]], [*out.prompt_logprobs[1:], *out["logprobs"]]):
+            assert entry.keys() == {*range(VOCAB)}
+            assert sum(math.exp(value.logprob) for value in entry.values()) == pytest.approx(1)
+            assert entry[token_id].rank == 1 + sum(v.logprob > entry[token_id].logprob for v in entry.values())
 
 
 def test_logprobs_are_raw_whatever_shapes_the_choice(llm):

@@ -51,8 +51,8 @@ REFUSED = {
     "ignore_eos": [0, "no", None],
     "min_tokens": [-1, None, *NO_INTEGERS],
     "max_tokens": [0, -1, HUGE, "5", 1.5, True],
-    "logprobs": [-1, -HUGE, *NO_INTEGERS],
-    "prompt_logprobs": [-1, *NO_INTEGERS],
+    "logprobs": [-2, -HUGE, *NO_INTEGERS],
+    "prompt_logprobs": [-2, *NO_INTEGERS],
     "skip_special_tokens": [1, None],
     "detokenize": [1, None],
 }
@@ -104,7 +104,7 @@ def test_smp_03_values_out_of_range_are_refused_by_name(name):
         ("stop_token_ids", [None, [], (1,), {1, 2}]),
         ("logit_bias", [None, {}, {"5": 1}, {5: -100}]),
         ("max_tokens", [None, 1, 2**62]),
-        ("logprobs", [None, 0, 20]),
+        ("logprobs", [None, -1, 0, 20]),
     ],
 )
 def test_values_at_the_edge_of_a_range_are_taken(name, values):
@@ -199,11 +199,13 @@ def test_sec_03_sec_05_refusals_are_quick_and_short():
 
 def test_sec_06_logprobs_over_the_cap_are_refused_however_spelt():
     for name in ("logprobs", "prompt_logprobs"):
-        for value in (21, 502, 503, 10**9):
+        for value in (21, 502, 503, 10**9, -1):
             with pytest.raises(RequestError, match=f"{name} is {value}") as error:
                 SamplingParams(**{name: value}).check_model(vocab_size=503, max_logprobs=20)
             assert error.value.param == name
         SamplingParams(**{name: 20}).check_model(vocab_size=503, max_logprobs=20)
+        for value, cap in ((-1, 503), (-1, -1), (503, -1)):
+            SamplingParams(**{name: value}).check_model(vocab_size=503, max_logprobs=cap)
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])

@@ -167,7 +167,7 @@ class EngineConfig:
     device: auto, cpu, cuda or cuda:N.
     scheduling_policy: fcfs, or priority (lower number first, then arrival).
     max_num_waiting: most requests waiting at once (default: any number).
-    max_logprobs: largest `logprobs` or `prompt_logprobs` a request may ask for.
+    max_logprobs: largest `logprobs` or `prompt_logprobs` a request may ask for; -1: any number.
     step_timeout_s: with several ranks, a step of more seconds counts as hanging and ends the engine.
     debug_checks: with several ranks, compare each step's rows and sampled ids on all of them.
     skip_tokenizer_init: work with token ids only.
@@ -227,7 +227,7 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
-        _at_least("max_logprobs", self.max_logprobs, 0)
+        _at_least("max_logprobs", self.max_logprobs, -1)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed is {shown(self.seed)}; it must be less than 2**63")

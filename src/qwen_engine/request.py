@@ -15,7 +15,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import error as StructError
 from struct import pack
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -142,7 +142,7 @@ class SamplingParams:
     min_tokens: no end of any kind before. max_tokens: None, and more than fit, is up to the
     context limit.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
-    tokens.
+    tokens, and of the one that stands there; -1: of the whole vocabulary. The engine's max_logprobs is the most.
     structured_outputs: what the text has to be, a `StructuredOutputs` or a mapping of its fields. The output then ends
     when it is complete, before `min_tokens` if need be. Thinking before the answer is free.
     """
@@ -196,7 +196,7 @@ class SamplingParams:
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 0, INT64_MAX)
+                _check_integer(name, getattr(self, name), -1, INT64_MAX)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {shown(getattr(self, name))}; it must be true or false", param=name)
@@ -239,7 +239,7 @@ class SamplingParams:
     def check_model(self, *, vocab_size: int, max_logprobs: int, eos_token_ids: Sequence[int] = ()) -> None:
         """Checks what depends on the model: ids lie in the vocabulary, logprob counts under the cap.
 
-        eos_token_ids: the end-of-sequence ids this request obeys.
+        max_logprobs: the cap, -1 for none. eos_token_ids: the end-of-sequence ids this request obeys.
         """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
@@ -256,11 +256,17 @@ class SamplingParams:
                 f"allowed_token_ids only holds ids that end the output, and min_tokens is {self.min_tokens}",
                 param="allowed_token_ids",
             )
+        limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and value > min(max_logprobs, vocab_size):
-                limit = min(max_logprobs, vocab_size)
-                raise RequestError(f"{name} is {value}; at most {limit} are returned", param=name)
+            if value is not None and (vocab_size if value == -1 else value) > limit:
+                asked = f"{value}, all {vocab_size}" if value == -1 else value
+                raise RequestError(f"{name} is {asked}; at most {limit} are returned (max_logprobs)", param=name)
+
+    def with_counts(self, vocab_size: int) -> SamplingParams:
+        """These with the size of the vocabulary where `logprobs` or `prompt_logprobs` is -1."""
+        counts = {name: vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(self, name) == -1}
+        return replace(self, **counts) if counts else self
 
 
 class RequestStatus(enum.Enum):

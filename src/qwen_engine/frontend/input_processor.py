@@ -42,6 +42,7 @@ class InputProcessor:
         config, model = self._config, self._model_config
         eos_token_ids = () if params.ignore_eos else model.eos_token_ids
         params.check_model(vocab_size=model.vocab_size, max_logprobs=config.max_logprobs, eos_token_ids=eos_token_ids)
+        params = params.with_counts(model.vocab_size)
         text = prompt.get("prompt")
         token_ids = plain(prompt.get("prompt_token_ids"))
         if isinstance(token_ids, list | tuple) and {*map(type, token_ids)} != {int}:
