@@ -220,6 +220,7 @@ def test_corrupt_config_files_give_one_line(content, tmp_path):
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_folder(write_model(tmp_path, content))
     assert_one_line(error, "config.json")
+    assert str(error.value).count("config.json") == 1
 
 
 def test_config_that_is_not_utf8_gives_one_line(tmp_path):

@@ -91,9 +91,10 @@ class ModelConfig:
         if not path.is_file():
             raise ConfigError(f"no config.json in {folder}; a model is a folder with config.json and *.safetensors")
         generation_path = folder / "generation_config.json"
+        config = _read_json(path)
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         try:
-            return cls.from_dict(_read_json(path), generation)
+            return cls.from_dict(config, generation)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
