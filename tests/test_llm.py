@@ -262,6 +262,7 @@ def test_skip_tokenizer_init_works_with_ids_only(folder, llm):
             lambda: run(ids_only, [[1]], greedy(bad_words=["x"])),
             lambda: ids_only.chat([{"role": "user", "content": "hi"}], use_tqdm=False),
             lambda: ids_only.encode("hello"),
+            lambda: ids_only.get_tokenizer(),
         ):
             with pytest.raises(RequestError, match="skip_tokenizer_init"):
                 call()
@@ -293,6 +294,10 @@ def test_outputs_have_every_field_and_the_short_form(llm):
     assert (sample.index, sample.finish_reason, sample.stop_reason) == (0, "length", None)
     assert sample.finished()
     assert len(sample.logprobs) == len(sample.token_ids) == 20
+    assert sample.cumulative_logprob == sum(e[t].logprob for t, e in zip(sample.token_ids, sample.logprobs))
+    assert one(llm, "hello world", greedy()).outputs[0].cumulative_logprob is None
+    assert "text" in out
+    assert "tokens" not in out
     with pytest.raises(KeyError):
         out["tokens"]
     assert before <= out.metrics.arrival_time <= after
@@ -649,6 +654,12 @@ def test_chat_renders_the_template_and_takes_one_or_many(llm):
     two = llm.chat([messages, [*messages, *messages]], greedy(), use_tqdm=False)
     assert tokens(two)[0] == tokens([out])[0]
     assert len(two) == 2
+
+
+def test_transformers_tokenizer_writes_the_prompts_that_chat_does(llm):
+    tokenizer, messages = llm.get_tokenizer(), [{"role": "user", "content": "hello 👍"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.encode(text) == llm.encode(text) == llm.apply_chat_template(messages)
 
 
 def test_chat_without_params_goes_on_to_the_context_limit(folder):

@@ -487,6 +487,13 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Raw log-probability of all tokens together; None if no logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token_id].logprob for token_id, entry in zip(self.token_ids, self.logprobs))
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -502,9 +509,12 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
     def __getitem__(self, name: str) -> Any:
-        if name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason"):
+        if name in self:
             return getattr(self.outputs[0], name)
         raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")
 
 
 def plain(value: Any) -> Any:
