@@ -275,8 +275,11 @@ def main() -> int:
     source.add_argument("--config-folder", type=Path, help="a config.json's folder; weights are made up")
     parser.add_argument("--backends", help=f"some of {','.join(BACKENDS)} (default: all that there are here)")
     parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--dtype", default="bfloat16" if has_gpu else "float32", choices=["bfloat16", "float16", "float32"]
+    )
+    parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=512, help="prompt length of the speed runs")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
