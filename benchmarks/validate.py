@@ -1,7 +1,7 @@
 """The engine against Transformers on the same weights: logits, greedy tokens and speed, in one run.
 
     python benchmarks/validate.py --config-folder CONFIG [--dtype bfloat16]
-    python benchmarks/validate.py --model FOLDER [--perplexity TEXT_FILE] [--backends transformers,eager,graph]
+    python benchmarks/validate.py --model MODEL [--perplexity TEXT_FILE] [--backends transformers,eager,graph]
 
 The engine runs eagerly, on a GPU with CUDA graphs too, and with --tensor-parallel-size also on a single rank. All must
 give the same tokens in fp32; in half precision, where a padded batch or a sum over ranks may round differently, a
@@ -43,6 +43,7 @@ from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.errors import QwenEngineError
+from qwen_engine.models.hub import resolve_model
 from qwen_engine.models.weights import sharding_table
 
 SHARD_BYTES = 4 << 30
@@ -270,12 +271,15 @@ def chosen_backends(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="a checkpoint folder")
+    source.add_argument("--model", help="folder, Hugging Face repository, or demo")
     source.add_argument("--config-folder", type=Path, help="a config.json's folder; weights are made up")
     parser.add_argument("--backends", help=f"some of {','.join(BACKENDS)} (default: all that there are here)")
     parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--dtype", default="bfloat16" if has_gpu else "float32", choices=["bfloat16", "float16", "float32"]
+    )
+    parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=512, help="prompt length of the speed runs")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
@@ -284,11 +288,11 @@ def main() -> int:
     add_results_dir_argument(parser)
     args = parser.parse_args()
     backends = chosen_backends(parser, args)
-    ModelConfig.from_folder(args.config_folder or args.model)
+    folder = args.config_folder or resolve_model(args.model)
+    ModelConfig.from_folder(folder)
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.model
-        if folder is None:
+        if args.config_folder is not None:
             folder = Path(temporary)
             write_random_checkpoint(args.config_folder, folder, getattr(torch, args.dtype), torch.device(args.device))
         outputs = {name: engine_outputs(args, folder, name) for name in backends if name != "transformers"}
@@ -298,7 +302,7 @@ def main() -> int:
             for name, ours in outputs.items():
                 figures[name] |= judged(args, folder, ours)
             speeds["transformers"] = reference_speed(args, folder)
-    result = to_result(args, (args.config_folder or args.model).name, outputs, figures, speeds)
+    result = to_result(args, Path(args.config_folder or args.model).name, outputs, figures, speeds)
     print(f"{result['engine_config']['model']} {args.dtype} on {args.device}")
     for name, values in result["metrics"].items():
         print(f"  {name} {values:.6g}")

@@ -102,6 +102,7 @@ def test_chat_reads_lines_and_answers_each():
         ),
         (["--max-model-len", "60", "--chat", "--prompt", "Hi", "--max-tokens", "60"], ["--max-tokens is 60", "fit"]),
         (["--kv-cache-bytes", "10"], ["KV cache", "10"]),
+        (["--kv-cache-bytes", "1000000000000000"], ["not enough memory", "1000000000000000"]),
         (["--tensor-parallel-size", "3"], ["8 heads", "3 ranks"]),
     ],
 )

@@ -220,6 +220,7 @@ def test_corrupt_config_files_give_one_line(content, tmp_path):
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_folder(write_model(tmp_path, content))
     assert_one_line(error, "config.json")
+    assert str(error.value).count("config.json") == 1
 
 
 def test_config_that_is_not_utf8_gives_one_line(tmp_path):
@@ -280,7 +281,7 @@ def test_model_names_that_lead_nowhere_give_one_line(tmp_path):
         ("scheduling_policy", ["lifo", None]),
         ("max_num_waiting", [0, "5"]),
         ("max_late_chunk_tokens", [0, 2.5]),
-        ("max_logprobs", [-1, None, 2.0]),
+        ("max_logprobs", [-2, None, 2.0]),
         ("skip_tokenizer_init", ["true", 1]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import linecache
+import math
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -112,6 +114,8 @@ def test_every_form_of_a_prompt_is_the_same_request(llm):
     expected = one(llm, "hello world", greedy())["token_ids"]
     forms = ["hello world", ["hello world"], ids, [ids], tuple(ids), [tuple(ids)]]
     forms += [{"prompt": "hello world"}, [{"prompt_token_ids": ids}], {"prompt_token_ids": tuple(ids), "prompt": "x"}]
+    forms += [np.array(ids), [np.array(ids)], list(np.array(ids)), [list(np.array(ids))], torch.tensor([ids])]
+    forms += [{"prompt_token_ids": np.array(ids)}, {"prompt_token_ids": list(torch.tensor(ids))}]
     for form in forms:
         (out,) = run(llm, form, greedy())
         assert out["token_ids"] == expected
@@ -139,6 +143,10 @@ BAD_PROMPTS: list[Any] = [
     [["a"]],
     [[[1]]],
     [1, "a"],
+    [1, [2]],
+    np.array([1.5]),
+    [np.array([True])],
+    np.array(5),
     [None],
     None,
     5,
@@ -254,6 +262,7 @@ def test_skip_tokenizer_init_works_with_ids_only(folder, llm):
             lambda: run(ids_only, [[1]], greedy(bad_words=["x"])),
             lambda: ids_only.chat([{"role": "user", "content": "hi"}], use_tqdm=False),
             lambda: ids_only.encode("hello"),
+            lambda: ids_only.get_tokenizer(),
         ):
             with pytest.raises(RequestError, match="skip_tokenizer_init"):
                 call()
@@ -285,6 +294,10 @@ def test_outputs_have_every_field_and_the_short_form(llm):
     assert (sample.index, sample.finish_reason, sample.stop_reason) == (0, "length", None)
     assert sample.finished()
     assert len(sample.logprobs) == len(sample.token_ids) == 20
+    assert sample.cumulative_logprob == sum(e[t].logprob for t, e in zip(sample.token_ids, sample.logprobs))
+    assert one(llm, "hello world", greedy()).outputs[0].cumulative_logprob is None
+    assert "text" in out
+    assert "tokens" not in out
     with pytest.raises(KeyError):
         out["tokens"]
     assert before <= out.metrics.arrival_time <= after
@@ -323,6 +336,15 @@ def test_logprobs_equal_transformers(llm, folder, reference_model):
                 assert value.logprob == pytest.approx(expected[position, token_id].item(), abs=1e-4)
                 assert value.rank == (expected[position] > expected[position, token_id]).sum() + 1
                 assert value.decoded_token == llm.tokenizer.token_str(token_id)
+
+
+def test_logprobs_of_the_whole_vocabulary_add_up_to_one(folder):
+    with LLM(folder, max_logprobs=-1, **MAKE) as llm:
+        out = one(llm, [5, 6, 7], seeded(1, 3, logprobs=-1, prompt_logprobs=-1))
+        for token_id, entry in zip([6, 7, *out["token_ids"]], [*out.prompt_logprobs[1:], *out["logprobs"]]):
+            assert entry.keys() == {*range(VOCAB)}
+            assert sum(math.exp(value.logprob) for value in entry.values()) == pytest.approx(1)
+            assert entry[token_id].rank == 1 + sum(v.logprob > entry[token_id].logprob for v in entry.values())
 
 
 def test_logprobs_are_raw_whatever_shapes_the_choice(llm):
@@ -632,6 +654,12 @@ def test_chat_renders_the_template_and_takes_one_or_many(llm):
     two = llm.chat([messages, [*messages, *messages]], greedy(), use_tqdm=False)
     assert tokens(two)[0] == tokens([out])[0]
     assert len(two) == 2
+
+
+def test_transformers_tokenizer_writes_the_prompts_that_chat_does(llm):
+    tokenizer, messages = llm.get_tokenizer(), [{"role": "user", "content": "hello 👍"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.encode(text) == llm.encode(text) == llm.apply_chat_template(messages)
 
 
 def test_chat_without_params_goes_on_to_the_context_limit(folder):

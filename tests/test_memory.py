@@ -70,6 +70,11 @@ def test_a_model_larger_than_memory_is_refused_before_anything_is_allocated(make
         LLM(make_tiny_model(), device="cpu", skip_tokenizer_init=True)
 
 
+def test_a_kv_cache_larger_than_memory_is_refused_with_both_amounts(tiny_model):
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes is 1125899906842624 \(1048576.00 GiB\), .* GiB are free"):
+        LLM(tiny_model, device="cpu", skip_tokenizer_init=True, kv_cache_bytes=2**50)
+
+
 def test_a_kv_cache_below_one_block_is_refused_with_both_amounts(tiny_model):
     bytes_per_token = ModelConfig.from_folder(tiny_model).kv_bytes_per_token(4)
     options = {"device": "cpu", "skip_tokenizer_init": True, "block_size": 32}

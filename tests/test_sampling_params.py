@@ -6,7 +6,9 @@ import inspect
 import math
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from qwen_engine import SamplingParams
 from qwen_engine.errors import RequestError, UnknownParameterError
@@ -49,8 +51,8 @@ REFUSED = {
     "ignore_eos": [0, "no", None],
     "min_tokens": [-1, None, *NO_INTEGERS],
     "max_tokens": [0, -1, HUGE, "5", 1.5, True],
-    "logprobs": [-1, -HUGE, *NO_INTEGERS],
-    "prompt_logprobs": [-1, *NO_INTEGERS],
+    "logprobs": [-2, -HUGE, *NO_INTEGERS],
+    "prompt_logprobs": [-2, *NO_INTEGERS],
     "skip_special_tokens": [1, None],
     "detokenize": [1, None],
 }
@@ -102,7 +104,7 @@ def test_smp_03_values_out_of_range_are_refused_by_name(name):
         ("stop_token_ids", [None, [], (1,), {1, 2}]),
         ("logit_bias", [None, {}, {"5": 1}, {5: -100}]),
         ("max_tokens", [None, 1, 2**62]),
-        ("logprobs", [None, 0, 20]),
+        ("logprobs", [None, -1, 0, 20]),
     ],
 )
 def test_values_at_the_edge_of_a_range_are_taken(name, values):
@@ -126,6 +128,31 @@ def test_values_are_normalised():
     assert params.logit_bias == {5: 100.0, 6: -100.0, 7: 100.0}
     assert params.allowed_token_ids == (2, 1)
     assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None).stop == ()
+
+
+def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(4),
+        seed=torch.tensor(7),
+        ignore_eos=np.True_,
+        stop_token_ids=np.array([3, 1]),
+        allowed_token_ids=[np.int32(2), 5],
+        logit_bias={np.int64(5): np.float32(1.5)},
+    )
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        seed=7,
+        ignore_eos=True,
+        stop_token_ids=[3, 1],
+        allowed_token_ids=[2, 5],
+        logit_bias={5: 1.5},
+    )
+    assert type(params.seed) is type(params.allowed_token_ids[0]) is int
+    for name, value in (("top_k", np.float64(1.5)), ("temperature", np.array([0.5])), ("stop_token_ids", [np.True_])):
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**{name: value})
 
 
 def test_params_do_not_share_what_the_caller_may_change():
@@ -172,11 +199,13 @@ def test_sec_03_sec_05_refusals_are_quick_and_short():
 
 def test_sec_06_logprobs_over_the_cap_are_refused_however_spelt():
     for name in ("logprobs", "prompt_logprobs"):
-        for value in (21, 502, 503, 10**9):
+        for value in (21, 502, 503, 10**9, -1):
             with pytest.raises(RequestError, match=f"{name} is {value}") as error:
                 SamplingParams(**{name: value}).check_model(vocab_size=503, max_logprobs=20)
             assert error.value.param == name
         SamplingParams(**{name: 20}).check_model(vocab_size=503, max_logprobs=20)
+        for value, cap in ((-1, 503), (-1, -1), (503, -1)):
+            SamplingParams(**{name: value}).check_model(vocab_size=503, max_logprobs=cap)
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_demo_checkpoint import DEMO
 
 from qwen_engine.bench.results import read_result
@@ -24,7 +25,8 @@ def validate(monkeypatch):
 
 def run(module, monkeypatch, tmp_path: Path, *args: str) -> tuple[int, dict]:
     folder = tmp_path / "results"
-    command = ["validate.py", "--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--batches"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # then the defaults are a CPU and fp32
+    command = ["validate.py", "--model", "demo", "--batches"]
     monkeypatch.setattr(sys, "argv", [*command, "--max-tokens", "24", "--results-dir", str(folder), *args])
     code = module.main()
     (path,) = folder.iterdir()
@@ -38,6 +40,7 @@ def test_the_demo_is_exact_and_has_transformers_perplexity(validate, monkeypatch
     figures = result["metrics"]
     assert (code, result["status"]) == (0, "completed")
     assert result["engine_config"]["dtype"] == "float32"
+    assert result["engine_config"]["model"] == "demo"
     assert figures["equal"] == figures["tokens"] == 6 * 24
     assert figures["perplexity"] == pytest.approx(figures["transformers_perplexity"], rel=5e-5)
 

@@ -91,9 +91,10 @@ class ModelConfig:
         if not path.is_file():
             raise ConfigError(f"no config.json in {folder}; a model is a folder with config.json and *.safetensors")
         generation_path = folder / "generation_config.json"
+        config = _read_json(path)
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         try:
-            return cls.from_dict(_read_json(path), generation)
+            return cls.from_dict(config, generation)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -167,7 +168,7 @@ class EngineConfig:
     device: auto, cpu, cuda or cuda:N.
     scheduling_policy: fcfs, or priority (lower number first, then arrival).
     max_num_waiting: most requests waiting at once (default: any number).
-    max_logprobs: largest `logprobs` or `prompt_logprobs` a request may ask for.
+    max_logprobs: largest `logprobs` or `prompt_logprobs` a request may ask for; -1: any number.
     step_timeout_s: with several ranks, a step of more seconds counts as hanging and ends the engine.
     debug_checks: with several ranks, compare each step's rows and sampled ids on all of them.
     skip_tokenizer_init: work with token ids only.
@@ -227,7 +228,7 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
-        _at_least("max_logprobs", self.max_logprobs, 0)
+        _at_least("max_logprobs", self.max_logprobs, -1)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed is {shown(self.seed)}; it must be less than 2**63")

@@ -35,6 +35,7 @@ class LLM:
         self.config = EngineConfig.from_options({"model": model, **options})
         folder = resolve_model(self.config.model, with_weights=self.config.load_format != "dummy")
         model_config = ModelConfig.from_folder(folder)
+        self._folder = folder
         self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.from_folder(folder)
         self._core = EngineCore(self.config, folder, model_config)
         self._lock = threading.Lock()
@@ -139,6 +140,13 @@ class LLM:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         return self._inputs.needs_tokenizer().encode(text)
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer as Transformers loads it, for scripts that write their prompts with it."""
+        self._inputs.needs_tokenizer()
+        from transformers import AutoTokenizer  # slow to import
+
+        return AutoTokenizer.from_pretrained(str(self._folder), local_files_only=True)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""

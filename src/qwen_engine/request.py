@@ -16,7 +16,7 @@ import math
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import error as StructError
 from struct import pack
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -143,7 +143,7 @@ class SamplingParams:
     min_tokens: no end of any kind before. max_tokens: None, and more than fit, is up to the
     context limit.
     logprobs, prompt_logprobs: also return raw log-probabilities (before penalties and temperature) of this many top
-    tokens.
+    tokens, and of the one that stands there; -1: of the whole vocabulary. The engine's max_logprobs is the most.
     structured_outputs: what the text has to be, a `StructuredOutputs` or a mapping of its fields. The output then ends
     when it is complete, before `min_tokens` if need be. Thinking before the answer is free.
     """
@@ -173,6 +173,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, plain(getattr(self, name)))
         _check_integer("n", self.n, 1, MAX_SAMPLES)
         _check_number("temperature", self.temperature, 0.0, 2.0)
         if 0 < self.temperature < GREEDY_TEMPERATURE:
@@ -195,7 +197,7 @@ class SamplingParams:
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 0, INT64_MAX)
+                _check_integer(name, getattr(self, name), -1, INT64_MAX)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {shown(getattr(self, name))}; it must be true or false", param=name)
@@ -238,7 +240,7 @@ class SamplingParams:
     def check_model(self, *, vocab_size: int, max_logprobs: int, eos_token_ids: Sequence[int] = ()) -> None:
         """Checks what depends on the model: ids lie in the vocabulary, logprob counts under the cap.
 
-        eos_token_ids: the end-of-sequence ids this request obeys.
+        max_logprobs: the cap, -1 for none. eos_token_ids: the end-of-sequence ids this request obeys.
         """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
@@ -255,11 +257,17 @@ class SamplingParams:
                 f"allowed_token_ids only holds ids that end the output, and min_tokens is {self.min_tokens}",
                 param="allowed_token_ids",
             )
+        limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and value > min(max_logprobs, vocab_size):
-                limit = min(max_logprobs, vocab_size)
-                raise RequestError(f"{name} is {value}; at most {limit} are returned", param=name)
+            if value is not None and (vocab_size if value == -1 else value) > limit:
+                asked = f"{value}, all {vocab_size}" if value == -1 else value
+                raise RequestError(f"{name} is {asked}; at most {limit} are returned (max_logprobs)", param=name)
+
+    def with_counts(self, vocab_size: int) -> SamplingParams:
+        """These with the size of the vocabulary where `logprobs` or `prompt_logprobs` is -1."""
+        counts = {name: vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(self, name) == -1}
+        return replace(self, **counts) if counts else self
 
 
 class RequestStatus(enum.Enum):
@@ -480,6 +488,13 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Raw log-probability of all tokens together; None if no logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token_id].logprob for token_id, entry in zip(self.token_ids, self.logprobs))
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -495,9 +510,17 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
     def __getitem__(self, name: str) -> Any:
-        if name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason"):
+        if name in self:
             return getattr(self.outputs[0], name)
         raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")
+
+
+def plain(value: Any) -> Any:
+    """Python's own numbers and lists in place of a scalar or array of numpy or torch; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _packed(token_ids: list[int]) -> bytes | None:
@@ -549,10 +572,11 @@ def _token_ids(name: str, value: Any, max_count: int) -> tuple[int, ...]:
         raise RequestError(f"{name} is {type(value).__name__}; it must be a list of token ids", param=name)
     if len(value) > max_count:
         raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
-    for token_id in value:
+    token_ids = tuple(map(plain, value))
+    for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise RequestError(f"{name} holds {shown(token_id)}; every entry must be a token id", param=name)
-    return tuple(value)
+    return token_ids
 
 
 def _structured_outputs(value: Any) -> StructuredOutputs:
@@ -612,7 +636,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
             f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias"
         )
     biases = {}
-    for key, bias in value.items():
+    for key, bias in ((plain(key), plain(bias)) for key, bias in value.items()):
         try:
             token_id = int(key) if isinstance(key, str) else key
             _check_integer("key", token_id, INT64_MIN, INT64_MAX)

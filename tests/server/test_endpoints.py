@@ -17,7 +17,7 @@ import pytest
 import schemathesis
 from fault_tools import wait_until
 from hypothesis import HealthCheck, Phase, given, settings
-from server_tools import MAX_REQUEST_BYTES, Server
+from server_tools import MAX_REQUEST_BYTES, Server, serve
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PROMPT = "def mean(data):"
@@ -324,6 +324,21 @@ def test_lpb_06_logprobs_have_openais_shape_and_are_those_of_the_model(server, t
             values = [top["logprob"] for top in item["top_logprobs"]]
             assert values == sorted(values, reverse=True)
             assert len(values) == count
+
+
+def test_all_log_probabilities_come_where_the_server_has_no_cap_on_them(server, chat_model):
+    body = {"prompt": "def mean", "logprobs": -1, "max_tokens": 2, "echo": True}
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1, "max_tokens": 2}
+    for path, refused, name in ((COMPLETIONS, body, "logprobs"), (CHAT, chat, "top_logprobs")):
+        answer = server.ask(path, refused)
+        assert (answer.status, answer.error["param"]) == (400, name)
+        assert answer.error["message"].startswith(f"{name} is -1, all 3072; at most 20")
+    with serve(chat_model, "--max-model-len", "512", "--max-logprobs", "-1") as unlimited:
+        top = unlimited.ask(COMPLETIONS, body).json["choices"][0]["logprobs"]["top_logprobs"]
+        assert top[0] is None
+        assert all(len(texts) > 3000 for texts in top[1:])  # ids without a text have one key
+        for item in unlimited.ask(CHAT, chat).json["choices"][0]["logprobs"]["content"]:
+            assert len(item["top_logprobs"]) == 3072
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

@@ -54,6 +54,15 @@ def check_weights_fit(weight_bytes: int, available_bytes: int, device: torch.dev
         )
 
 
+def check_kv_cache_fits(kv_cache_bytes: int, available_bytes: int, device: torch.device) -> None:
+    """Raises ConfigError before anything is allocated if a KV cache of the size asked for is too large."""
+    if kv_cache_bytes > available_bytes:
+        raise ConfigError(
+            f"not enough memory on {device}: kv_cache_bytes is {kv_cache_bytes} ({_gib(kv_cache_bytes)}), "
+            f"{_gib(available_bytes)} are free; lower it, or leave it out"
+        )
+
+
 def num_kv_blocks(*, kv_bytes: int, bytes_per_token: int, block_size: int) -> int:
     """Blocks that `kv_bytes` hold. Raises ConfigError if not even one fits."""
     block_bytes = bytes_per_token * block_size

@@ -167,7 +167,10 @@ class RankSetup:
             memory.dtype_bytes(self.dtype), config.tensor_parallel_size
         )
         kv_bytes = config.kv_cache_bytes
-        if kv_bytes is None and self.device.type == "cuda":
+        if kv_bytes is not None:
+            torch.cuda.empty_cache()  # what the allocator keeps for later is free, too
+            memory.check_kv_cache_fits(kv_bytes, _available_bytes(self.device), self.device)
+        elif self.device.type == "cuda":
             step_bytes = runner.profile(config.max_num_batched_tokens)
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
@@ -177,7 +180,7 @@ class RankSetup:
                 step_bytes=step_bytes,
                 utilization=config.gpu_memory_utilization,
             )
-        elif kv_bytes is None:
+        else:
             useful_tokens = config.max_num_seqs * (self.max_model_len + config.block_size)
             kv_bytes = memory.cpu_kv_bytes(
                 available_bytes=memory.available_host_bytes(), useful_bytes=useful_tokens * bytes_per_token

@@ -11,12 +11,13 @@ from typing import Any
 
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.errors import RequestError
-from qwen_engine.request import Request, RequestSpec, SamplingParams
+from qwen_engine.request import Request, RequestSpec, SamplingParams, plain
 from qwen_engine.tokenization.structured import GrammarCompiler
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids" and, optionally, "cache_salt" and "priority"."""
+"""Text, token ids (a list or an array), or a mapping with "prompt" or "prompt_token_ids" and, optionally, "cache_salt"
+and "priority"."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 
@@ -41,8 +42,11 @@ class InputProcessor:
         config, model = self._config, self._model_config
         eos_token_ids = () if params.ignore_eos else model.eos_token_ids
         params.check_model(vocab_size=model.vocab_size, max_logprobs=config.max_logprobs, eos_token_ids=eos_token_ids)
+        params = params.with_counts(model.vocab_size)
         text = prompt.get("prompt")
-        token_ids = prompt.get("prompt_token_ids")
+        token_ids = plain(prompt.get("prompt_token_ids"))
+        if isinstance(token_ids, list | tuple) and {*map(type, token_ids)} != {int}:
+            token_ids = [*map(plain, token_ids)]
         if token_ids is None:
             token_ids = self.needs_tokenizer().encode(text)
         if params.stop:
@@ -101,17 +105,19 @@ class InputProcessor:
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt in any form → a list of it; a list of prompts stays."""
+    prompts = plain(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise RequestError(f"prompts is {type(prompts).__name__}; give text, token ids or a list of prompts", "prompt")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and isinstance(plain(prompts[0]), int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
 
 def as_mapping(prompt: Prompt) -> Mapping[str, Any]:
     """One prompt in any form → its mapping form, checked."""
+    prompt = plain(prompt)
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):

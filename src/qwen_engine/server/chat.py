@@ -143,9 +143,10 @@ class _Answer:
         return chunk
 
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[Any]) -> dict[str, Any] | None:
-        if not self._body.logprobs or not token_ids:
+        num_top = self._call.generation.states[0].spec.params.logprobs
+        if num_top is None or not token_ids:
             return None
-        return {"content": chat_logprobs(self._service.tokenizer, token_ids, entries, self._body.top_logprobs or 0)}
+        return {"content": chat_logprobs(self._service.tokenizer, token_ids, entries, num_top)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}

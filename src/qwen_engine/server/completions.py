@@ -37,7 +37,8 @@ def _specs(service: Service, body: CompletionBody) -> Sequence[RequestSpec]:
     elif body.max_tokens is not None:
         more["max_tokens"] = body.max_tokens
     if body.echo and body.logprobs is not None:
-        more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        counts = (body.logprobs, body.prompt_logprobs or 0)
+        more["prompt_logprobs"] = -1 if -1 in counts else max(counts)
     params = body.sampling_params(service.options.sampling_defaults, **more)
     specs = []
     for prompt in body.prompts:
@@ -118,9 +119,10 @@ class _Choice:
         self._index = index
         self._has_begun = False
         self._logprobs: CompletionLogprobs | None = None
-        if body.logprobs is not None:
+        params = state.spec.params
+        if params.logprobs is not None:
             self._logprobs = CompletionLogprobs(
-                tokenizer, body.logprobs, skip_special_tokens=state.spec.params.skip_special_tokens
+                tokenizer, params.logprobs, skip_special_tokens=params.skip_special_tokens
             )
 
     def part(self, delta: SampleDelta) -> dict[str, Any]:
