@@ -471,7 +471,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([None, "a", "b"])), max_size=12)

@@ -336,7 +336,6 @@ def test_sec_13_a_body_full_of_errors_gets_a_short_answer_without_its_text(serve
 
 
 def test_api_01_api_02_prompts_that_are_none(server):
-    before = server.metrics()["kv_cache_usage_perc"]
     for prompt in ("", [""], [], [[]], ["a", ""], [1, []], ["a", 1], [1.5], [True], None, 7, {}, [[1], [-1]]):
         assert server.ask(COMPLETIONS, {"prompt": prompt}).error["param"] == "prompt", prompt
     for bad in (-1, 3056, 3072, 2**31, 2**63, 2**70):
@@ -345,7 +344,6 @@ def test_api_01_api_02_prompts_that_are_none(server):
     for messages in ([], [{}], [{"role": "robot", "content": "x"}], [{"role": "user", "content": 5}], "x", [5]):
         assert server.ask(CHAT, {"messages": messages}).error["param"].startswith("messages"), messages
     assert_serves(server)
-    assert before == 0
     wait_until(server.is_idle)
 
 
@@ -666,9 +664,6 @@ def test_no_request_that_the_description_allows_makes_the_server_fail(server, pa
 
     @settings(
         max_examples=6,
-        deadline=None,
-        derandomize=True,
-        database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

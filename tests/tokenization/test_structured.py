@@ -109,7 +109,7 @@ def test_every_token_means_its_bytes_and_special_ones_nothing(name, request, tin
 choice_lists = st.lists(st.text('ab{}"\\/n é北👍', min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(choice_lists, st.randoms(use_true_random=False))
 def test_masks_lead_to_the_choices_and_nowhere_else(tiny, compiler, choices, rng):
     matchers = [start(compiler, choice=choices) for _ in range(1 + len(choices))]
@@ -559,7 +559,7 @@ def test_what_is_wrong_with_a_grammar_is_one_line_that_says_where(
     assert len(message) < 350
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.recursive(regex_atoms, repeated, max_leaves=10), st.sampled_from(["", "*", "+", "?"]))
 def test_counted_repetitions_multiply_and_others_do_not(drawn, suffix):
     pattern, size = drawn
