@@ -8,8 +8,6 @@ import signal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: a second thread only waits for the first
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,8 @@ if not torch.cuda.is_available():
 
 import transformers
 from tiny_models import save_tiny_model
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
 
 # The same examples every time, however long a busy machine takes over one. `--hypothesis-profile default` draws others.
 hypothesis.settings.register_profile(

@@ -22,7 +22,7 @@ from qwen_engine import LLM, SamplingParams
 llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, max_num_seqs=4)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
 print("idle", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 Start = Callable[..., subprocess.Popen[str]]
 
