@@ -207,7 +207,7 @@ except ImportError:
     raise SystemExit(cli.main(["results", "report", "--results-dir", {str(results)!r}]))
 """
     command = [sys.executable, "-c", code]
-    reported = subprocess.run(command, capture_output=True, text=True, env=bare_machine, timeout=60, check=False)
+    reported = subprocess.run(command, capture_output=True, text=True, env=bare_machine, timeout=120, check=False)
     assert reported.returncode == 0, reported.stderr
     assert "(no plots: matplotlib is not installed" in reported.stdout, "the blocker did not block"
 

@@ -203,7 +203,7 @@ def test_results_are_compared_without_torch(tmp_path: Path, make_result: Callabl
 from qwen_engine import cli
 code = cli.main(["results", "compare", {path!r}, {path!r}])
 sys.exit(code or "torch" in sys.modules)"""
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=120).returncode == 0
 
 
 def test_an_earlier_result_of_the_day_is_kept(tmp_path: Path, make_result: Callable[..., dict[str, Any]]):
