@@ -167,7 +167,7 @@ def test_sec_03_sec_05_refusals_are_quick_and_short():
         with pytest.raises(RequestError, match=name) as error:
             SamplingParams(**{name: value})
         assert len(str(error.value)) < 300
-    assert time.thread_time() - start < 2
+    assert time.thread_time() - start < 5
 
 
 def test_sec_06_logprobs_over_the_cap_are_refused_however_spelt():

@@ -186,7 +186,7 @@ def test_tpw_07_a_worker_that_ends_at_the_start_ends_the_start(tmp_path, warm, m
                 starts[fault] = (planted, start)
                 wait_until(lambda: set(workers_of()) - others or not start.is_alive())  # noqa: B023
         for (stage, kind), (planted, start) in starts.items():
-            start.join(150)
+            start.join(120)
             report(f"{kind} at {stage} to error", planted.death_time(), until=start.ended)
             assert isinstance(start.error, EngineDeadError)
             assert re.fullmatch(rf"rank 1 died \({REASONS[kind]}\)", str(start.error))
@@ -210,7 +210,7 @@ def test_tpw_01_a_worker_that_ends_under_load_ends_all_calls(stage, kind, ranks,
     with nothing_left(), engine(folder, tensor_parallel_size=ranks) as llm:
         calls = [Call(lambda: generate(llm, LONG)), Call(lambda: drain(llm))]
         for call in calls:
-            call.join(150)
+            call.join(120)
             report(f"{kind} in {stage} to error", fault.death_time(), until=call.ended)
             assert isinstance(call.error, EngineDeadError)
             assert re.search(reason, str(call.error))
@@ -243,7 +243,7 @@ def test_tpw_01_a_stopped_worker_is_caught_by_the_step_watchdog(warm, make_tiny_
         stopped_at = time.monotonic()
         os.kill(worker, signal.SIGSTOP)
         for call in calls:
-            call.join(150)
+            call.join(120)
             report("stop to error, of which 5 s are the deadline", stopped_at, until=call.ended)
             where = r"rank 2 does not answer; ranks 0 and 1 wait in step \d+, at its collective \d+"
             assert re.search(rf"a step took longer than step_timeout_s = 5 s: {where};", str(call.error))
@@ -282,7 +282,7 @@ def test_tpw_01_the_watchdog_names_the_rank_that_the_others_wait_for(tmp_path, w
             calls[place] = Call(functools.partial(drain, llm))
             del llm
         for place, call in calls.items():
-            call.join(150)
+            call.join(120)
             assert isinstance(call.error, EngineDeadError)
             found = re.search(HANGS[place][2], str(call.error))
             assert found, call.error
@@ -399,7 +399,7 @@ def test_shd_01_workers_die_with_rank_0(warm, make_tiny_model):
             report(f"{number.name} of rank 0 while {moment} to the death of its worker", sent_at)
             assert process.wait(ERROR_LIMIT_S) == -number
         # Without any close, the end of the interpreter is an orderly one too.
-        assert leaving.communicate(timeout=150) == ("running\n", "")
+        assert leaving.communicate(timeout=120) == ("running\n", "")
         assert leaving.returncode == 0
 
 
@@ -414,7 +414,7 @@ def test_shd_01_ctrl_c_in_a_terminal_reaches_all_and_ends_all(warm):
                 process.stdout.read(1)
             sent_at = time.monotonic()
             os.killpg(process.pid, signal.SIGINT)
-            _, err = process.communicate(timeout=150)
+            _, err = process.communicate(timeout=120)
             report(f"Ctrl-C at the {moment} to the end", sent_at)
             assert (process.returncode, err.strip()) == (130, "interrupted")
             wait_until(lambda: not is_running(worker), ERROR_LIMIT_S)  # noqa: B023
