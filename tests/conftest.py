@@ -31,6 +31,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Random tensors are the same whichever tests have run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Factory of tiny checkpoints; equal arguments give the same folder."""

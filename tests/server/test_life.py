@@ -23,7 +23,7 @@ from fault_tools import children, is_running, wait_until, workers_of
 from server_tools import Answer, Server, serve
 
 from qwen_engine.config import EngineConfig, ModelConfig
-from qwen_engine.errors import EngineDeadError
+from qwen_engine.errors import ConfigError, EngineDeadError
 from qwen_engine.frontend.input_processor import InputProcessor
 from qwen_engine.request import SamplingParams
 from qwen_engine.server import engine_client
@@ -147,6 +147,26 @@ def test_an_engine_that_hangs_is_killed_but_not_one_that_was_frozen_with_its_ser
 
     asyncio.run(scenario())
     assert len(reasons) == 1
+
+
+def test_the_last_words_of_an_engine_are_heard_long_after_its_end(chat_model, monkeypatch):
+    config = EngineConfig(model=str(chat_model), device="cpu", max_model_len=99999999)
+    metrics = Metrics(prefix="test", model_name="m")
+    client = engine_client.EngineClient(config, chat_model, Tokenizer.from_folder(chat_model), metrics)
+    read = client._read
+
+    async def read_late(engine: Any, ready: Any) -> None:
+        await asyncio.to_thread(wait_until, lambda: not is_running(engine.process.pid))
+        await asyncio.sleep(0.5)
+        await read(engine, ready)
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="max_model_len is 99999999"):
+            await client.start()
+        await client.close()
+
+    monkeypatch.setattr(client, "_read", read_late)
+    asyncio.run(scenario())
 
 
 def test_an_engine_that_cannot_be_started_is_dead_and_leaves_nothing(chat_model, monkeypatch, directories):
