@@ -96,10 +96,10 @@ def test_ctrl_c_is_one_word_and_the_shells_exit_code(monkeypatch, capsys):
 
 
 def test_shd_01_a_killed_rank_ends_all():
-    with program(*TORCHRUN, "main_qwen32.py", *MAIN[:-1], "1000", "--prompt", "x") as process:
+    prompts = ["--prompt", "x"] * 32  # enough to be busy for a while
+    with program(*TORCHRUN, "main_qwen32.py", *MAIN[:-1], "1000", *prompts) as process:
         wait_until(lambda: "ready" in process.stderr.readline())
         ranks = ranks_of(process.pid)
-        time.sleep(0.2)
         killed_at = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
         wait_until(lambda: not any(map(is_running, ranks.values())), ERROR_LIMIT_S)
