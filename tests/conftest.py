@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: a second thread only waits for the first
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +21,20 @@ if not torch.cuda.is_available():
 
 import transformers
 from tiny_models import save_tiny_model
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
+
+# The same examples every time, however long a busy machine takes over one. `--hypothesis-profile default` draws others.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Random tensors are the same whichever tests have run before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

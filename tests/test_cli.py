@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,13 +47,14 @@ def _assert_error_line(stderr: str, *words: str) -> None:
         assert word in line
 
 
-def test_help_names_every_command_and_is_quick():
-    start = time.monotonic()
-    result = run("--help")
-    assert result.returncode == 0
+def test_help_names_every_command_and_does_not_import_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "qwen_engine", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "chat" in result.stdout
     assert "--max-tokens" in result.stdout
-    assert time.monotonic() - start < 20  # torch is not imported; a hang is what this catches
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "qwen_engine.cli" in imported
+    assert "torch" not in imported
 
 
 def test_prompts_are_streamed_in_order_with_a_speed_line():
@@ -187,11 +187,12 @@ def test_an_unknown_flag_is_refused():
 
 
 def test_ctrl_c_ends_cleanly():
-    command = [sys.executable, "-m", "qwen_engine", "--prompt", "def ", "--max-tokens", "2000", "--ignore-eos"]
+    prompts = ["--prompt", "def "] * 32  # enough to be busy for a while
+    command = [sys.executable, "-m", "qwen_engine", *prompts, "--max-tokens", "2000", "--ignore-eos"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True)
     assert process.stdout is not None
     process.stdout.read(8)  # it has begun to write
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in stderr

@@ -303,9 +303,7 @@ def test_any_order_of_requests_gives_each_what_it_gives_alone(make_ahead, plain)
             settings=settings(
                 max_examples=6,
                 stateful_step_count=16,
-                deadline=None,
                 suppress_health_check=list(HealthCheck),
-                derandomize=True,
             ),
         )
         assert len(solo) > 3

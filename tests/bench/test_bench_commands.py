@@ -196,7 +196,7 @@ def test_suites_run_on_two_ranks_with_nothing_but_torch_and_what_the_engine_need
     results = tmp_path / "results"
     command = [sys.executable, str(ROOT / "main_qwen32.py"), "--suite", "high-concurrency", "--scale", "0.002"]
     command += ["--model", "demo", "--device", "cpu", "--load-format", "dummy", "--results-dir", str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, env=bare_machine, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=bare_machine, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert only_result(results)["status"] == "completed"
     code = f"""
@@ -207,7 +207,7 @@ except ImportError:
     raise SystemExit(cli.main(["results", "report", "--results-dir", {str(results)!r}]))
 """
     command = [sys.executable, "-c", code]
-    reported = subprocess.run(command, capture_output=True, text=True, env=bare_machine, timeout=60, check=False)
+    reported = subprocess.run(command, capture_output=True, text=True, env=bare_machine, timeout=120, check=False)
     assert reported.returncode == 0, reported.stderr
     assert "(no plots: matplotlib is not installed" in reported.stdout, "the blocker did not block"
 
@@ -235,7 +235,7 @@ for script in {scripts!r}:
     sys.argv = [script, "--help"]
     assert ends_well(runpy.run_path, script, run_name="__main__"), script
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare_machine, timeout=290)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare_machine, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

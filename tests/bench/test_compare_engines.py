@@ -344,7 +344,7 @@ def stuck_worker(compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":

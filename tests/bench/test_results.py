@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sample_results import ENGINE
 
@@ -58,7 +58,6 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path, make_result: Call
     assert path.name == f"{result['created'][:10]}-cpu-model-latency.json"
 
 
-@settings(deadline=None)  # the first result asks git for the commit
 @given(st.dictionaries(_TEXT, st.floats() | st.none(), max_size=6), _VALUES)
 def test_ben_07_whatever_the_figures_are_the_file_is_strict_json(metrics, value):
     result = new_result("latency", metrics=metrics, parameters={"value": value}, requests=[{"value": value}])
@@ -204,7 +203,7 @@ def test_results_are_compared_without_torch(tmp_path: Path, make_result: Callabl
 from qwen_engine import cli
 code = cli.main(["results", "compare", {path!r}, {path!r}])
 sys.exit(code or "torch" in sys.modules)"""
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=120).returncode == 0
 
 
 def test_an_earlier_result_of_the_day_is_kept(tmp_path: Path, make_result: Callable[..., dict[str, Any]]):

@@ -461,10 +461,10 @@ def live_stub() -> Iterator[StubServer]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     yield stub
     loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 
@@ -520,11 +520,11 @@ def test_ctrl_c_keeps_what_is_done(live_stub: StubServer, tmp_path: Path) -> Non
     process = subprocess.Popen(
         command(live_stub.url, tmp_path, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline_s = time.monotonic() + 15
+    deadline_s = time.monotonic() + 120
     while len(live_stub.bodies) < 4 and time.monotonic() < deadline_s:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "3 completed, 0 failed, 3 unfinished (interrupted)" in out
@@ -537,7 +537,7 @@ def test_ctrl_c_keeps_what_is_done(live_stub: StubServer, tmp_path: Path) -> Non
 def test_a_run_prints_its_table_and_writes_one_result(live_stub: StubServer, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "results"
     done = subprocess.run(
-        command(live_stub.url, folder, "--num-prompts", "3"), capture_output=True, text=True, timeout=15
+        command(live_stub.url, folder, "--num-prompts", "3"), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     (path,) = folder.iterdir()
@@ -558,7 +558,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_load(tmp_path: Pa
 
 def test_the_http_client_is_imported_only_when_used() -> None:
     code = "import sys; import qwen_engine.bench.serve; sys.exit('aiohttp' in sys.modules or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_the_clock_of_these_tests_jumps() -> None:

@@ -33,7 +33,7 @@ def run(server_cost: ModuleType, monkeypatch: pytest.MonkeyPatch, *args: str) ->
 
 def test_every_layer_is_measured_under_every_load(server_cost, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(server_cost, "MIN_REQUESTS", 2)
-    load = ("--streams", "1", "3", "--batches", "1", "--input-len", "12", "--output-len", "4")
+    load = ("--streams", "1", "3", "--batches", "1", "--input-len", "12", "--output-len", "24")
     assert run(server_cost, monkeypatch, *SMALL, *load, "--results-dir", str(tmp_path)) == 0
     (path,) = tmp_path.glob("*-cpu-demo-server-cost.json")
     result = read_result(path)
@@ -47,7 +47,7 @@ def test_every_layer_is_measured_under_every_load(server_cost, monkeypatch, tmp_
             assert metrics[f"streams{num_streams}_{figure}_share_added"] == pytest.approx((server - engine) / engine)
     # A warm-up, then two batches of one stream and one of three, in each of three ways.
     assert len(result["requests"]) == 3 * (3 * 1 + 2 * 3)
-    assert all(row["output_tokens"] == 4 for row in result["requests"])
+    assert all(row["output_tokens"] == 24 for row in result["requests"])
     assert result["parameters"]["num_batches"] == {"1": 2, "3": 1}
     assert result["engine_config"]["max_num_seqs"] == 8
     assert "torch uses" in result["notes"][0]
@@ -57,7 +57,7 @@ def test_every_layer_is_measured_under_every_load(server_cost, monkeypatch, tmp_
     assert cli.main(["results", "report", "--results-dir", str(tmp_path)]) == 0
     report = (tmp_path / "README.md").read_text()
     assert "## server-cost: what text and HTTP add to the engine" in report
-    (row,) = (line for line in report.splitlines() if "3 × (12 + 4)" in line)
+    (row,) = (line for line in report.splitlines() if "3 × (12 + 24)" in line)
     assert "–" not in row, "a figure is missing"
 
 

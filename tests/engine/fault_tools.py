@@ -164,7 +164,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 150.0) -> float:
+def wait_until(condition: Callable[[], object], limit_s: float = 120.0) -> float:
     """Seconds until `condition()` held; AssertionError after the limit."""
     start = time.monotonic()
     while not condition():

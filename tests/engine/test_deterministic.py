@@ -120,7 +120,7 @@ def test_padded_steps_that_run_ahead(dtype, expected, make_tiny_model, monkeypat
         assert bits(llm, EVERYTHING) == expected
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(batch=st.lists(st.sampled_from(EVERYTHING), min_size=1, max_size=8), cold=st.booleans())
 def test_any_batch(llm, expected, batch, cold):
     if cold:

@@ -165,7 +165,7 @@ def test_graphs_are_replayed_for_padded_steps_only(llm, mixed):
         mixed.graphs = None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_mixture_has_the_hidden_states_it_has_at_its_own_size(llm, data):
     """Chunks of several rows at any place of their prompts, beside decoding rows; both leave the same KV."""

@@ -75,7 +75,7 @@ def test_sec_01_sockets_are_loopback_and_drop_what_is_sent_to_them(make_tiny_mod
         assert len(addresses) >= 3  # the store, and gloo on each rank
         bomb = pickle.dumps(Bomb(tmp_path / "marker"))
         for address in addresses:
-            with socket.create_connection(address, timeout=5) as connection:
+            with socket.create_connection(address, timeout=60) as connection:
                 connection.sendall(bomb + bytes(4096))
         llm.reset_prefix_cache()
         assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids == before

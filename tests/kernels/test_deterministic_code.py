@@ -85,7 +85,7 @@ HOPPER_SHARED_BYTES = 232_448
 def code():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     output = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120
     )
     assert output.returncode == 0, output.stderr
     return json.loads(output.stdout.splitlines()[-1])

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 from qwen_engine.kernels import deterministic, gpu, reference
 from qwen_engine.kernels.gpu.deterministic import attention, products
 
+pytestmark = pytest.mark.timeout(300)  # the interpreter computes for long; it waits for nothing
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 impls = pytest.mark.parametrize("impl", [deterministic, gpu.deterministic], ids=["torch", "triton"])
 

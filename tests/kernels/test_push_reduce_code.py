@@ -51,7 +51,7 @@ print(json.dumps(codes))
 def test_words_are_pushed_then_polled_once_and_emptied_behind_a_barrier():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     output = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120
     )
     assert output.returncode == 0, output.stderr
     for size, words_per_thread, code in json.loads(output.stdout.splitlines()[-1]):

@@ -22,6 +22,7 @@ from qwen_engine.kernels.gpu.decode import choose_num_splits, splits_to_fill  # 
 from qwen_engine.kernels.gpu.prefill import _rows_and_span  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)  # the interpreter computes for long; it waits for nothing
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 
 

@@ -245,23 +245,23 @@ def test_a_pool_without_prefix_caching_never_hits():
 
 def test_cost_does_not_grow_with_the_pool():
     """A scan of a million blocks, or of as many cached ones, would take hours here."""
-    start = time.perf_counter()
+    start = time.thread_time()
     manager = BlockManager(1_000_000, SIZE)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
     keys = keys_of(range(4 * 100_000))
     blocks = manager.allocate(1_000_000)
     for block_id, key in zip(blocks, keys):
         manager.publish(block_id, key)
     manager.release(blocks)
     middle = blocks[50_000]
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(50_000):
         manager.acquire([middle])
         taken = manager.allocate(1)
         assert manager.num_free_blocks == 999_998
         manager.release(taken)
         manager.release([middle])
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def _lose_a_blank(manager):
@@ -483,7 +483,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 PROMPTS = st.lists(

@@ -9,7 +9,6 @@ from fake_device import VOCAB_SIZE, Driver
 
 from qwen_engine.errors import RequestError
 
-pytestmark = pytest.mark.timeout(30)
 depths = pytest.mark.parametrize("depth", [1, 2])
 
 

@@ -16,8 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from qwen_engine.errors import RequestError
 
-pytestmark = pytest.mark.timeout(120)
-
 SALTS = [None, None, "a", "b"]
 CONTEXTS = [[1] * 12, [1] * 12 + [2] * 9, [3, 4, 5] * 6]
 """Prompts begin with one of these, so that prefixes are shared, over whole blocks and parts of them."""
@@ -104,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 def soak(driver: Driver, rng: random.Random, num_steps: int) -> None:

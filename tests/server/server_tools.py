@@ -57,6 +57,10 @@ class Server:
     """Sent with every request."""
     context: ssl.SSLContext | None = None
 
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
+        self._reader.start()
+
     @property
     def engine_pid(self) -> int:
         """The process of the engine that runs now; 0 while there is none."""
@@ -117,13 +121,20 @@ class Server:
         found: list[re.Match[str]] = []
 
         def look() -> bool:
-            has_ended = self.process.poll() is not None  # before the look: its last line may come after its end
+            has_ended = self.process.poll() is not None
+            if has_ended:
+                self.read_all()
             found[:] = [match for line in list(self.log) if (match := re.search(pattern, line))]
             assert found or not has_ended, "the server has ended:\n" + "".join(self.log)
             return bool(found)
 
         wait_until(look, limit_s)
         return found[0]
+
+    def read_all(self) -> None:
+        """Waits until the log is complete, which it is once no process is left that could write to it."""
+        self._reader.join(START_LIMIT_S)
+        assert not self._reader.is_alive()
 
 
 @contextlib.contextmanager
@@ -155,8 +166,6 @@ def serve(
         start_new_session=True,
     )
     server = Server(process)
-    thread = threading.Thread(target=lambda: server.log.extend(process.stderr), daemon=True)
-    thread.start()
     try:
         if ready:
             server.url = server.wait_for_log(r"listening on (http\S+\d)")[1]
@@ -170,12 +179,6 @@ def serve(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engine, signal.SIGKILL)
         process.wait()
-        thread.join(10)
+        server.read_all()
         process.stdout.close()
         process.stderr.close()
-
-
-def directories() -> set[str]:
-    """The private directories that servers of this machine have in use."""
-    folder = Path(os.environ.get("TMPDIR", "/tmp"))
-    return {path.name for path in folder.glob("qwen-engine-*")}

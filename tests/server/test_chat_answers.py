@@ -148,7 +148,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     texts=st.lists(PIECES, min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 5, 100]),
@@ -411,7 +411,7 @@ def test_a_streamed_response_tells_of_every_item(scripted):
         assert {event.item_id for event in deltas} == {done.item_id} == {final.output[index].id}
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(
     text=PIECES,
     group=st.sampled_from([1, 3, 100]),

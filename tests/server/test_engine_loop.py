@@ -48,6 +48,7 @@ class Peer:
 
     def __init__(self, core: EngineCore, compiler: GatedCompiler) -> None:
         self._context = zmq.Context()
+        self._context.linger = 0
         self.socket, other = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self.socket.bind("inproc://loop")
         other.connect("inproc://loop")
@@ -107,7 +108,7 @@ class Peer:
         self._thread.join(60)
         assert not self._thread.is_alive()
         self._constraints.close()
-        self._context.destroy(linger=0)
+        self._context.destroy()
 
 
 @pytest.fixture(scope="module")

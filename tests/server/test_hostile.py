@@ -90,13 +90,13 @@ def test_a_connection_holds_no_more_than_a_head_before_it_is_closed(parts):
 
 
 def test_a_connection_that_says_nothing_or_too_slowly_is_closed(monkeypatch):
-    monkeypatch.setattr(http_protocol, "HEAD_LIMIT_S", 0.2)
-    monkeypatch.setattr(gate, "BODY_LIMIT_S", 0.2)
-
     async def scenario() -> None:
         async with _listening() as port:
-            assert await _answer(port) == b""
-            assert await _answer(port, b"GET / HTTP/1.1\r\nHost:") == b""
+            with monkeypatch.context() as patch:
+                patch.setattr(http_protocol, "HEAD_LIMIT_S", 0.2)
+                assert await _answer(port) == b""
+                assert await _answer(port, b"GET / HTTP/1.1\r\nHost:") == b""
+            monkeypatch.setattr(gate, "BODY_LIMIT_S", 0.2)
             answer = await _answer(port, POST + b"Content-Length: 9\r\n\r\n[")
             assert answer.startswith(b"HTTP/1.1 408 ")
             assert b'"code":"request_timeout"' in answer

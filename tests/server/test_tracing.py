@@ -55,7 +55,7 @@ class Collector:
         return {values(resource.resource.attributes)["service.name"] for resource in resources}
 
     def wait_for(self, num_spans: int) -> list[trace_pb2.Span]:
-        wait_until(lambda: len(self.spans) >= num_spans, 20.0)
+        wait_until(lambda: len(self.spans) >= num_spans)
         assert len(self.spans) == num_spans
         return self.spans
 
@@ -224,24 +224,23 @@ def test_a_collector_that_does_not_answer_holds_up_no_request_and_the_end_only_b
     scripted, collector, monkeypatch, caplog
 ):
     monkeypatch.setattr(tracing, "CLOSE_LIMIT_S", 0.3)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # longer than a test may take: what waits for it fails
     for name, value in (("SCHEDULE_DELAY", "10"), ("MAX_QUEUE_SIZE", "4"), ("MAX_EXPORT_BATCH_SIZE", "2")):
         monkeypatch.setenv("OTEL_BSP_" + name, value)
     tracer = RequestTracer(collector.url)
     monkeypatch.setattr(scripted.service, "tracer", tracer)
     collector.open.clear()
     scripted.write("x")
-    start = time.monotonic()
+    scripted.openai.completions.create(model=MODEL, prompt="x")
+    wait_until(lambda: collector.num_asked)
     answers = [scripted.openai.completions.create(model=MODEL, prompt="x") for _ in range(20)]
     assert {answer.choices[0].text for answer in answers} == {"x"}
-    assert time.monotonic() - start < 5.0
     assert collector.num_asked == 1
-    start = time.monotonic()
     tracer.close()
-    assert time.monotonic() - start < 2.0
     assert "did not take the last spans" in caplog.text
     collector.open.set()
-    wait_until(lambda: len(collector.spans) >= 5, 20.0)
-    assert len(collector.spans) <= 2 + 4, "what was under way, and what the queue had room for"
+    wait_until(lambda: len(collector.spans) >= 5)
+    assert len(collector.spans) == 1 + 4, "what was under way, and what the queue had room for"
     sent = {values(span.attributes)["gen_ai.request.id"] for span in collector.spans}
     assert {answer.id for answer in answers[-3:]} <= sent, "the oldest ones are dropped"
 
@@ -250,7 +249,7 @@ def test_a_span_that_cannot_be_made_is_logged_and_the_request_answered(traced, m
     monkeypatch.setattr(traced.service.tracer, "_tracer", None)
     traced.write("x")
     assert traced.openai.completions.create(model=MODEL, prompt="x").choices[0].text == "x"
-    wait_until(lambda: "a span could not be recorded" in caplog.text, 5.0)
+    wait_until(lambda: "a span could not be recorded" in caplog.text)
 
 
 def test_serve_sends_what_waits_before_it_ends(chat_model, collector):
@@ -261,7 +260,8 @@ def test_serve_sends_what_waits_before_it_ends(chat_model, collector):
         answer = server.ask("/v1/chat/completions", body, headers=PARENT).json
         assert not collector.bodies
         server.process.terminate()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(120) == 0
+        server.read_all()
         assert not [line for line in server.log if "WARNING" in line or "ERROR" in line]
     stream, whole = collector.wait_for(2)
     assert collector.service_names == {"ours"}

@@ -281,7 +281,7 @@ FRAGMENTS = [
 garbage = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(garbage, st.sampled_from([PROMPT, OPEN_PROMPT]), st.booleans(), st.data())
 def test_any_text_in_any_cut_gives_one_answer_and_loses_nothing(text, prompt, parallel, data):
     options = {"prompt": prompt, "parallel_tool_calls": parallel}
@@ -320,7 +320,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.dictionaries(st.text(max_size=6), json_values, max_size=3), min_size=1, max_size=3),
     st.booleans(),

@@ -19,7 +19,7 @@ def stream(tokenizer, groups, *, prompt=(), skip_special_tokens=True):
 
 
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_deltas_join_to_the_one_shot_decoding_for_any_ids_and_grouping(tiny, data, skip):
     ids = data.draw(st.lists(st.integers(-2, tiny.vocab_size + 20), max_size=30))
     groups, rest = [], ids
@@ -76,7 +76,7 @@ def test_a_character_begun_by_the_prompt_belongs_to_the_output(tiny, num_prompt)
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_prompt_and_output_texts_join_to_the_decoding_of_both(tiny, data):
     """Splitting any bytes into prompt and output loses and adds nothing."""
     single = [id_ for id_ in range(tiny.vocab_size) if len(tiny.token_bytes(id_)) == 1]

@@ -88,7 +88,7 @@ def sequences(draw, tokenizer):
 
 
 @given(data=st.data(), reason=st.sampled_from(["length", "stop", "abort"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_text_stop_and_tokens_kept_do_not_depend_on_grouping(tiny, data, reason):
     ids, params = data.draw(sequences(tiny))
     groups = split(ids, data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=6)))
@@ -99,7 +99,7 @@ def test_text_stop_and_tokens_kept_do_not_depend_on_grouping(tiny, data, reason)
 
 
 @given(data=st.data(), reason=st.sampled_from(["length", "stop"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_text_without_stop_strings_is_the_decoding_of_the_ids(tiny, data, reason):
     ids, params = data.draw(sequences(tiny))
     params = Params(skip_special_tokens=params.skip_special_tokens)

@@ -79,7 +79,7 @@ def reference(text: str, prompt: str, *, detect_calls: bool) -> tuple[str, str]:
     return text[:close].removesuffix("\n"), re.sub(r"\A\n{1,2}", "", content)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts, st.sampled_from(PROMPTS), st.booleans(), st.data())
 def test_any_cut_gives_what_the_rules_say_of_the_whole_text(text, prompt, detect_calls, data):
     expected = reference(text, prompt, detect_calls=detect_calls)

@@ -44,21 +44,21 @@ def split(text, cuts):
 @given(
     stop=STOPS, text=st.text("ab我x", max_size=25), cuts=st.lists(st.integers(0, 25), max_size=6), include=st.booleans()
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_result_equals_a_character_reader_for_any_chunking(stop, text, cuts, include):
     emitted, matched = run(stop, split(text, [min(cut, len(text)) for cut in cuts]), include=include)
     assert ("".join(emitted), matched) == oracle(stop, text, include=include)
 
 
 @given(stop=STOPS, text=st.text("ab我x", max_size=25), order=st.randoms())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_result_is_independent_of_the_order_of_stops(stop, text, order):
     shuffled = order.sample(stop, len(stop))
     assert run(shuffled, list(text)) == run(stop, list(text))
 
 
 @given(stop=STOPS, text=st.text("ab我x", max_size=25))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_stp_01_held_text_is_the_longest_suffix_that_begins_a_stop(stop, text):
     checker = StopChecker(stop, include_stop_str_in_output=False)
     shown = ""

@@ -18,7 +18,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 @given(text=TEXTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_decoding_real_text_equals_the_library(tiny, tiny_backend, text):
     ids = tiny.encode(text)
     assert ids == tiny_backend.encode(text).ids
@@ -27,13 +27,13 @@ def test_decoding_real_text_equals_the_library(tiny, tiny_backend, text):
 
 
 @given(ids=st.lists(st.integers(0, 151_935), max_size=40), skip=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_decoding_any_qwen_ids_equals_the_library(qwen, qwen_backend, ids, skip):
     assert qwen.decode(ids, skip_special_tokens=skip) == qwen_backend.decode(ids, skip_special_tokens=skip)
 
 
 @given(text=TEXTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_qwen_text_survives_encoding_and_decoding(qwen, qwen_backend, text):
     ids = qwen.encode(text)
     assert ids == qwen_backend.encode(text).ids

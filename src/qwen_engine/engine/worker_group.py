@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _REASON_WAIT_S = 0.5  # how long the reason of a worker that ended may take to arrive
+_EXIT_WAIT_S = 2.0  # for the process of a link that has ended to be gone
 _STACKS_WAIT_S = 0.2  # for one rank to write its stacks
 _ANSWER_WAIT_S = 2.0  # for every rank to say how far it has come; one that runs at all takes a millisecond
-_BLAME_WAIT_S = 1.0  # a broken collective is noticed before the death that broke it
+_BLAME_WAIT_S = 2.0  # a broken collective is noticed before the death that broke it
 
 
 @dataclasses.dataclass(slots=True)
@@ -277,7 +278,7 @@ def _end_of(worker: _Worker) -> str:
     if worker.process is None:
         return "its process has ended, or its host cannot be reached"
     try:
-        code = worker.process.wait(_REASON_WAIT_S)
+        code = worker.process.wait(_EXIT_WAIT_S)
     except subprocess.TimeoutExpired:
         return "it has closed its link"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -42,8 +42,7 @@ SILENCE_LIMIT_S = 5.0
 HANG_LIMIT_S = 30.0
 """After so long a silence it is killed, so that its requests fail instead of waiting for ever."""
 _WATCH_PERIOD_S = 0.5
-_END_WAIT_S = 5.0  # for a process that was told to stop
-_LAST_WORDS_S = 0.2  # for the reason of a process that has ended to be read
+_END_WAIT_S = 5.0  # for a process that was told to stop, and for its last words to be read
 _SOCKET_NAME = "engine"
 _MAX_PATH_BYTES = 100  # a Unix socket's address has room for 107
 
@@ -438,10 +437,11 @@ class EngineClient:
                 if ready.done() and num_silent_turns * _WATCH_PERIOD_S > HANG_LIMIT_S:
                     engine.last_words = f"it gave no sign of life for {HANG_LIMIT_S:g} s"
                     engine.process.kill()
-            await asyncio.wait([reader], timeout=_LAST_WORDS_S)
+            code = engine.process.wait(_END_WAIT_S)
+            if code > 0:  # it has said why, unless it could not even begin
+                await asyncio.wait([reader], timeout=_END_WAIT_S)
             if engine.last_words is not None:
                 return engine.last_words
-            code = engine.process.wait(_END_WAIT_S)
             return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with code {code}"
         finally:
             loop.remove_reader(engine.beat_fd)
