@@ -169,6 +169,30 @@ def test_the_last_words_of_an_engine_are_heard_long_after_its_end(chat_model, mo
     asyncio.run(scenario())
 
 
+def test_an_engine_that_has_ended_is_not_healthy_while_its_last_words_are_awaited(chat_model, monkeypatch):
+    monkeypatch.setattr(engine_client, "_LAST_WORDS_S", 600.0)
+    config = EngineConfig(model=str(chat_model), device="cpu", kv_cache_bytes=2**26)
+    metrics = Metrics(prefix="test", model_name="m")
+    client = engine_client.EngineClient(config, chat_model, Tokenizer.from_folder(chat_model), metrics)
+
+    async def scenario() -> None:
+        try:
+            await client.start()
+            assert client.is_healthy
+            process = client._engine.process
+            wait = process.wait
+            monkeypatch.setattr(process, "wait", lambda limit_s: abs(wait(limit_s)))  # as if it had left by itself
+            process.kill()
+            while client.is_healthy:
+                await asyncio.sleep(0.01)
+            assert client.status is engine_client.EngineStatus.READY
+        finally:
+            monkeypatch.undo()
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
 def test_an_engine_that_cannot_be_started_is_dead_and_leaves_nothing(chat_model, monkeypatch, directories):
     config = EngineConfig(model=str(chat_model), device="cpu", kv_cache_bytes=2**26)
     tokenizer = Tokenizer.from_folder(chat_model)

@@ -42,7 +42,9 @@ SILENCE_LIMIT_S = 5.0
 HANG_LIMIT_S = 30.0
 """After so long a silence it is killed, so that its requests fail instead of waiting for ever."""
 _WATCH_PERIOD_S = 0.5
-_END_WAIT_S = 5.0  # for a process that was told to stop, and for its last words to be read
+_END_WAIT_S = 5.0  # for a process that was told to stop
+_LAST_WORDS_S = 1.0  # for the reason of a process that has ended to be read, while requests wait for their error
+_FIRST_WORDS_S = 5.0  # the same before it was ready, when nothing waits
 _SOCKET_NAME = "engine"
 _MAX_PATH_BYTES = 100  # a Unix socket's address has room for 107
 
@@ -325,7 +327,7 @@ class EngineClient:
     def is_healthy(self) -> bool:
         """The engine is ready and its heart beats."""
         engine = self._engine
-        if self.status is not EngineStatus.READY or engine is None:
+        if self.status is not EngineStatus.READY or engine is None or engine.process.returncode is not None:
             return False
         return engine.silence_s < SILENCE_LIMIT_S
 
@@ -438,8 +440,8 @@ class EngineClient:
                     engine.last_words = f"it gave no sign of life for {HANG_LIMIT_S:g} s"
                     engine.process.kill()
             code = engine.process.wait(_END_WAIT_S)
-            if code > 0:  # it has said why, unless it could not even begin
-                await asyncio.wait([reader], timeout=_END_WAIT_S)
+            if code > 0:  # it has said why, unless it could not
+                await asyncio.wait([reader], timeout=_LAST_WORDS_S if ready.done() else _FIRST_WORDS_S)
             if engine.last_words is not None:
                 return engine.last_words
             return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with code {code}"
