@@ -16,7 +16,8 @@ from qwen_engine import cli
 from qwen_engine.errors import ConfigError, RequestError
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import DEMO_FOLDER
-from qwen_engine.request import Logprob, RequestSpec, SamplingParams
+from qwen_engine.outputs import Logprob
+from qwen_engine.request import RequestSpec, SamplingParams
 from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
 from qwen_engine.server.chat_output import Message

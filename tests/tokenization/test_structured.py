@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from qwen_engine import SamplingParams, StructuredOutputs
 from qwen_engine.errors import RequestError
-from qwen_engine.request import MAX_GRAMMAR_CHARS, Request
+from qwen_engine.request import Request
+from qwen_engine.structured_outputs import MAX_GRAMMAR_CHARS
 from qwen_engine.tokenization import structured
 from qwen_engine.tokenization.grammar_size import MAX_EXPANDED_SIZE, check_lark, check_regex
 from qwen_engine.tokenization.structured import GrammarCompiler, TokenMatcher

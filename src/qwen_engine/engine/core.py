@@ -21,7 +21,8 @@ from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import join
 from qwen_engine.errors import EngineDeadError, RequestError
-from qwen_engine.request import PositionLogprobs, Request, RequestStatus
+from qwen_engine.outputs import PositionLogprobs
+from qwen_engine.request import Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager
 from qwen_engine.scheduling.scheduler import Scheduler
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgpack
 
-from qwen_engine.errors import QwenEngineError, RequestError
-from qwen_engine.request import INT64_MAX, INT64_MIN, SamplingParams, shown
+from qwen_engine.errors import QwenEngineError, RequestError, shown
+from qwen_engine.request import INT64_MAX, INT64_MIN, SamplingParams
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 INT32_MAX = 2**31 - 1

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from qwen_engine.request import Logprob, PositionLogprobs, RequestSpec, SequenceOutput
+from qwen_engine.outputs import Logprob, PositionLogprobs, SequenceOutput
+from qwen_engine.request import RequestSpec
 from qwen_engine.scheduling.plan_codec import decode_params, encode_params
 
 Message = Sequence[Any]

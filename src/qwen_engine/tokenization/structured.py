@@ -28,7 +28,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qwen_engine.errors import RequestError, shown, summary
-from qwen_engine.request import Request, StructuredOutputs
+from qwen_engine.request import Request
+from qwen_engine.structured_outputs import StructuredOutputs
 from qwen_engine.tokenization import grammar_check
 from qwen_engine.tokenization.grammar_size import PARAM, check_lark, check_regex, check_schema
 from qwen_engine.tokenization.reasoning import (
