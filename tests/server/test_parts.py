@@ -26,7 +26,8 @@ from qwen_engine.server.json_response import to_json
 from qwen_engine.server.log_format import JsonFormatter, TextFormatter
 from qwen_engine.server.logprobs import LOGPROB_FLOOR, CompletionLogprobs, chat_logprobs, join_pieces
 from qwen_engine.server.metrics import Metrics
-from qwen_engine.server.protocol import ChatBody, ResponsesBody
+from qwen_engine.server.protocol import ChatBody
+from qwen_engine.server.responses_protocol import ResponsesBody
 from qwen_engine.server.serve import API_KEY_VARIABLE, parse_args
 from qwen_engine.tokenization.chat_output import ReasoningDelta
 from qwen_engine.tokenization.tokenizer import Tokenizer
