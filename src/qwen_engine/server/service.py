@@ -23,9 +23,10 @@ from qwen_engine.errors import RequestError, shown
 from qwen_engine.frontend.input_processor import InputProcessor
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.request import RequestSpec
-from qwen_engine.server.engine_client import EngineClient, EngineStatus, Generation
+from qwen_engine.server.engine_client import EngineClient, EngineStatus
 from qwen_engine.server.errors import ApiError, as_api_error, context_length_exceeded, unavailable
 from qwen_engine.server.gate import request_logger
+from qwen_engine.server.generation import Generation
 from qwen_engine.server.json_response import json_response, to_json
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.protocol import GenerationBody
