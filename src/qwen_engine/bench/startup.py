@@ -16,10 +16,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qwen_engine.bench.facts import FACTS
 from qwen_engine.bench.figures import describe
 from qwen_engine.bench.load import PromptSource, check_batches, check_pool, run_batch
 from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
-from qwen_engine.bench.results import FACTS, Check, check_writable, new_result, write_result
+from qwen_engine.bench.results import Check, check_writable, new_result, write_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.llm import LLM
