@@ -16,7 +16,6 @@ import enum
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from qwen_engine import child_process
 from qwen_engine.config import EngineConfig
 from qwen_engine.errors import ConfigError, EngineDeadError, RequestError, summary
 from qwen_engine.frontend.output_processor import RequestState
@@ -83,25 +83,14 @@ class _EngineProcess:
                 model_folder=str(model_folder),
                 address=address,
                 beat_fd=write_fd,
-                parent_pid=os.getpid(),
                 log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
                 log_format=log_format,
             )
             try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "qwen_engine.server.engine_process"],
-                    stdin=subprocess.PIPE,
-                    process_group=0,  # a terminal's Ctrl-C is for the API process alone
-                    stdout=2,  # whatever a library prints belongs with the logs
-                    pass_fds=(write_fd,),
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                )
+                self.process = child_process.start("qwen_engine.server.engine_process", spec, pass_fd=write_fd)
             finally:
                 os.close(write_fd)
             undo.pop_all()
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, as its heartbeat will tell
-            self.process.stdin.write(spec.line())
-            self.process.stdin.flush()
 
     def beats(self) -> bool:
         """Reads the heartbeat; False once the process has ended."""

@@ -8,8 +8,6 @@ A token that needs no more is a row of two: sequence and token id.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,13 +29,8 @@ class EngineProcessSpec:
     model_folder: str
     address: str
     beat_fd: int
-    parent_pid: int
     log_level: int
     log_format: str
-
-    def line(self) -> bytes:
-        """As JSON, for the process's stdin."""
-        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
 
 
 class EngineStats(NamedTuple):
