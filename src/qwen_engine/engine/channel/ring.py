@@ -18,7 +18,8 @@ from qwen_engine.engine.channel.base import (
     SPIN_S,
     ChannelError,
     Check,
-    Closing,
+    Publisher,
+    Subscriber,
     check_open,
     check_size,
     wait,
@@ -90,7 +91,7 @@ class _Ring:
         self.memory.close()
 
 
-class RingPublisher(Closing):
+class RingPublisher(Publisher):
     """Owns the segment: it lives as long as this end or a mapping of it."""
 
     def __init__(
@@ -164,7 +165,7 @@ class RingPublisher(Closing):
             os.close(self._fd)
 
 
-class RingSubscriber(Closing):
+class RingSubscriber(Subscriber):
     def __init__(self, address: str, index: int, *, timeout_s: float, check: Check) -> None:
         match = _RING_ADDRESS.fullmatch(address)
         if match is None:
