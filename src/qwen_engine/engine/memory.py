@@ -14,10 +14,6 @@ CPU_KV_BYTES = 4 * GIB
 """Most KV memory a CPU engine takes by itself; pages are committed as they are used."""
 
 
-def dtype_bytes(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()
-
-
 def gpu_kv_bytes(*, free_bytes: int, total_bytes: int, step_bytes: int, utilization: float) -> int:
     """KV bytes of a GPU, measured once, after weights and tables exist: free - total * (1 - utilization) - step.
 
