@@ -166,12 +166,10 @@ class Service:
     def _admit(self, num_sequences: int) -> None:
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
-        status = self.client.status
-        if status is not EngineStatus.READY:
-            state = "is starting" if status is EngineStatus.STARTING else "has failed"
-            raise unavailable(
-                f"the engine {state}", f"engine_{'starting' if status is EngineStatus.STARTING else 'dead'}"
-            )
+        if self.client.status is EngineStatus.STARTING:
+            raise unavailable("the engine is starting", "engine_starting")
+        if self.client.status is not EngineStatus.READY:
+            raise unavailable("the engine has failed", "engine_dead")
         if num_sequences > MAX_SEQUENCES:
             raise ApiError(
                 400, f"prompts times n is {num_sequences}; at most {MAX_SEQUENCES} fit in a request", param="n"
