@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from qwen_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 1 << 30
 CPU_KV_BYTES = 4 * GIB
