@@ -47,8 +47,9 @@ from compare_cases import (
 )
 from compare_engine import ENGINES, Job
 
+from qwen_engine.bench.facts import engine_facts
 from qwen_engine.bench.output import add_results_dir_argument, exit_code
-from qwen_engine.bench.results import Check, check_writable, engine_facts, new_result, write_result
+from qwen_engine.bench.results import Check, check_writable, new_result, write_result
 from qwen_engine.bench.roofline import Ceiling, decode_work
 from qwen_engine.bench.standing import rows_of, summarize, text_table
 from qwen_engine.config import ModelConfig

@@ -73,7 +73,7 @@ class Offline:
 def start_ours(model: str, options: dict[str, Any]) -> tuple[Offline, dict[str, Any]]:
     """This engine, and what is known of it once it is ready."""
     import qwen_engine
-    from qwen_engine.bench.results import engine_facts
+    from qwen_engine.bench.facts import engine_facts
 
     llm = qwen_engine.LLM(model, **options)
     facts = engine_facts(llm)

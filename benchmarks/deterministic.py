@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.bench.facts import engine_facts
 from qwen_engine.bench.load import BatchRun, PromptSource, check_batches, check_fresh, measure, metrics_of
 from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
-from qwen_engine.bench.results import Check, check_writable, engine_facts, new_result, write_result
+from qwen_engine.bench.results import Check, check_writable, new_result, write_result
 from qwen_engine.engine_args import HelpFormatter, engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 

@@ -18,9 +18,10 @@ from contextlib import closing
 import numpy as np
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.bench.facts import engine_facts
 from qwen_engine.bench.load import PromptSource
 from qwen_engine.bench.output import add_common_arguments, at_least
-from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
+from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import HelpFormatter, engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.frontend.output_processor import RequestState

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.bench.facts import engine_facts
 from qwen_engine.bench.output import add_results_dir_argument, number
-from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
+from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import RequestError
-from qwen_engine.request import RequestOutput
+from qwen_engine.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 

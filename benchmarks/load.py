@@ -21,8 +21,9 @@ import torch
 from validate import write_random_checkpoint
 
 from qwen_engine import LLM
+from qwen_engine.bench.facts import engine_facts
 from qwen_engine.bench.output import add_results_dir_argument, at_least
-from qwen_engine.bench.results import check_writable, engine_facts, new_result, write_result
+from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine_args import HelpFormatter

@@ -29,9 +29,10 @@ import transformers
 from validate import compare, prompts_for, write_random_checkpoint
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.bench.facts import engine_facts
 from qwen_engine.bench.load import PromptSource, check_batches, run_random
 from qwen_engine.bench.output import add_results_dir_argument, at_least, number
-from qwen_engine.bench.results import Check, check_writable, device_label, engine_facts, new_result, write_result
+from qwen_engine.bench.results import Check, check_writable, device_label, new_result, write_result
 from qwen_engine.bench.roofline import CEILINGS, Ceiling, decode_parts, floor_s, prefill_parts
 from qwen_engine.config import ModelConfig
 from qwen_engine.engine_args import HelpFormatter

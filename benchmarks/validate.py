@@ -37,8 +37,9 @@ import transformers
 from safetensors.torch import save_file
 
 from qwen_engine import LLM, SamplingParams
+from qwen_engine.bench.facts import engine_facts
 from qwen_engine.bench.output import add_results_dir_argument, at_least
-from qwen_engine.bench.results import Check, engine_facts, new_result, write_result
+from qwen_engine.bench.results import Check, new_result, write_result
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
 from qwen_engine.engine_args import HelpFormatter

@@ -1,4 +1,4 @@
-"""Engines on the CPU that behave like a GPU's: one step ahead, and steps padded to the sizes of graphs."""
+"""Engines on the CPU that behave like a GPU's (one step ahead, padded to the sizes of graphs), and what one holds."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def poisoned(folder: Path | str, **options: Any) -> LLM:
     assert llm.core._executor.runner.decode.sizes == SIZES
     llm.core._executor.runner.kv_cache.fill_(float("nan"))
     return llm
+
+
+def assert_idle(llm: LLM) -> None:
+    """It has no request, and all its blocks are free."""
+    scheduler = llm.core.scheduler
+    scheduler.check()
+    assert not scheduler.requests
+    assert not llm._live
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
 def assert_nothing_in_flight(llm: LLM) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import qwen_engine
 from qwen_engine import LLM, RequestOutput, cli
-from qwen_engine.request import CompletionOutput
+from qwen_engine.outputs import CompletionOutput
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 

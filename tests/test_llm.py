@@ -19,10 +19,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
-from tiny_models import greedy_tokens, random_prompt, save_tiny_model
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from ahead import assert_idle
+from tiny_models import (
+    BYTES_PER_BLOCK,
+    greedy_tokens,
+    random_prompt,
+    save_tiny_model,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 from qwen_engine import LLM, RequestOutput, SamplingParams
 from qwen_engine.errors import ConfigError, EngineDeadError, RequestError
@@ -30,12 +36,7 @@ from qwen_engine.errors import ConfigError, EngineDeadError, RequestError
 VOCAB = 400  # the tokenizer has fewer: ids above its own are padding rows of the embedding
 EOS, SECOND_EOS = 2, 0
 NUM_INTERRUPTS = 25
-BYTES_PER_BLOCK = 16 * 2 * 3 * 2 * 32 * 4  # of 16 tokens: K and V, layers, KV heads, head_dim, fp32
 TEXT = "The quick brown fox says hello world, and the lazy dog answers: 東京 👍 naïve. "
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 MAKE: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16, "kv_cache_bytes": 256 * BYTES_PER_BLOCK}
 
 
@@ -43,19 +44,7 @@ MAKE: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16, "kv_cache_bytes": 2
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer, a chat template, two EOS ids and default sampling parameters."""
     folder = save_tiny_model(tmp_path_factory.mktemp("text"), vocab_size=VOCAB, eos_token_id=EOS)
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([TEXT] * 4, trainer)
-    backend.save(str(folder / "tokenizer.json"))
-    tokenizer_config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    save_tokenizer(folder, train_tokenizer([TEXT] * 4))
     generation = {"eos_token_id": [EOS, SECOND_EOS], "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
@@ -73,14 +62,6 @@ def whole_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "llm" in request.fixturenames:
         assert_idle(request.getfixturevalue("llm"))
-
-
-def assert_idle(llm: LLM) -> None:
-    scheduler = llm._core.scheduler
-    scheduler.check()
-    assert not scheduler.requests
-    assert not llm._live
-    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
 def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead import assert_nothing_in_flight, poisoned, run_ahead
+from ahead import assert_idle, assert_nothing_in_flight, poisoned, run_ahead
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from test_llm import (
-    BYTES_PER_BLOCK,
     VOCAB,
-    assert_idle,
     base_output,
     digest,
     folder,  # noqa: F401 - a fixture
@@ -29,7 +27,7 @@ from test_llm import (
     workload,
     workload_alone,  # noqa: F401 - a fixture
 )
-from tiny_models import random_prompt
+from tiny_models import BYTES_PER_BLOCK, random_prompt
 
 from qwen_engine import LLM, RequestOutput, SamplingParams
 from qwen_engine.errors import EngineDeadError

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import torch
 
 from qwen_engine import SamplingParams
 from qwen_engine.kernels.reference import gumbel_noise
-from qwen_engine.layers.sampler import SamplingTables, SlotSampling, TokenMasks, top_logprobs
+from qwen_engine.layers.sampler import SamplingTables, TokenMasks, top_logprobs
+from qwen_engine.scheduling.step_plan import SlotInit
 
 VOCAB = 61
 MAX_LEN = 64
@@ -37,6 +39,12 @@ class Row:
         return len(self.prompt) + len(self.output)
 
 
+def slot_init(params: SamplingParams, *, slot: int = 0, **options: Any) -> SlotInit:
+    """A request with all its tokens."""
+    options = {"stop_ids": (), "bad_word_ids": (), **options}
+    return SlotInit(slot=slot, first_token=0, num_computed_tokens=0, block_ids=(), params=params, **options)
+
+
 class Batch:
     """Rows in the slots of one `SamplingTables`."""
 
@@ -48,11 +56,10 @@ class Batch:
         self.rows.update(rows)
         self.tables.set(
             [
-                SlotSampling(
+                slot_init(
+                    row.params,
                     slot=slot,
-                    params=row.params,
                     seed=row.seed,
-                    num_tokens=len(row.prompt + row.output),
                     token_ids=row.prompt + row.output,
                     num_prompt_tokens=len(row.prompt),
                     stop_ids=row.stop_ids,
@@ -365,10 +372,7 @@ def test_smp_08_temperature_zero_is_the_lowest_id_of_the_maxima_whatever_else_is
 def frequencies(logits: torch.Tensor, params: SamplingParams, num_draws: int = 20000) -> np.ndarray:
     """How often each token is drawn over seeds, in one call."""
     tables = SamplingTables(1, len(logits), torch.device("cpu"))
-    entry = SlotSampling(
-        slot=0, params=params, seed=77, num_tokens=1, token_ids=[1], num_prompt_tokens=1, stop_ids=(), bad_word_ids=()
-    )
-    tables.set([entry])
+    tables.set([slot_init(params, seed=77, token_ids=[1], num_prompt_tokens=1)])
     tokens = tables.sample(
         logits.expand(num_draws, -1),
         slots=np.zeros(num_draws, dtype=np.int64),

@@ -12,7 +12,7 @@ import torch
 
 from qwen_engine import SamplingParams
 from qwen_engine.errors import RequestError, UnknownParameterError
-from qwen_engine.request import StructuredOutputs
+from qwen_engine.structured_outputs import StructuredOutputs
 
 NAN, INF = math.nan, math.inf
 NO_NUMBERS = [NAN, INF, -INF, True, "0.5", None, [1.0], 10**400]

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tiny_models import save_tiny_model
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from ahead import assert_idle
+from tiny_models import BYTES_PER_BLOCK, save_tiny_model, save_tokenizer, train_tokenizer
 
 from qwen_engine import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from qwen_engine.errors import RequestError
@@ -20,11 +19,7 @@ from qwen_engine.request import Request
 
 VOCAB = 400  # the tokenizer has fewer
 EOS = 2
-BYTES_PER_BLOCK = 16 * 2 * 3 * 2 * 32 * 4
 TEXT = 'The quick brown fox says {"hello": "world"}, and the lazy dog answers: 東京 👍 naïve. '
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -43,20 +38,7 @@ CHOICES = ["yes", "no", "not yet", "東京"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokenizer has thinking tags."""
     folder = save_tiny_model(tmp_path_factory.mktemp("structured"), vocab_size=VOCAB, eos_token_id=EOS)
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([TEXT] * 4, trainer)
-    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
-    backend.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    save_tokenizer(folder, train_tokenizer([TEXT] * 4, marks=("<think>", "</think>")))
     return folder
 
 
@@ -74,10 +56,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 @pytest.fixture(autouse=True)
 def whole_afterwards(llm: LLM) -> Iterator[None]:
     yield
-    scheduler = llm.core.scheduler
-    scheduler.check()
-    assert not scheduler.requests
-    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+    assert_idle(llm)
 
 
 def params(seed: int, max_tokens: int = 90, **options: Any) -> SamplingParams:

@@ -1,13 +1,16 @@
-"""Tiny random Qwen3 checkpoints, prompts for them, and Transformers' view of an output."""
+"""Tiny random Qwen3 checkpoints, tokenizers and prompts for them, and Transformers' view of an output."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 TINY = {
     "vocab_size": 503,
@@ -25,6 +28,12 @@ TINY = {
     "bos_token_id": None,
     "torch_dtype": "float32",
 }
+BYTES_PER_BLOCK = 16 * 2 * 3 * 2 * 32 * 4
+"""KV of 16 tokens: K and V, layers, KV heads, head_dim, fp32."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def save_tiny_model(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
@@ -38,6 +47,30 @@ def save_tiny_model(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB",
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 330, marks: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """Byte-level BPE with few merges: most characters outside ASCII take several tokens. marks: take one each."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    return backend
+
+
+def save_tokenizer(folder: Path, backend: tokenizers.Tokenizer) -> None:
+    """With a chat template."""
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @torch.no_grad()

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from qwen_engine.config import EngineConfig
-from qwen_engine.request import RequestOutput, SamplingParams, StructuredOutputs
+from qwen_engine.outputs import RequestOutput
+from qwen_engine.request import SamplingParams
+from qwen_engine.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from qwen_engine.llm import LLM

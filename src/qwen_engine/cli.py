@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from qwen_engine import __version__
 from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import QwenEngineError, RequestError
-from qwen_engine.request import RequestOutput
+from qwen_engine.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from qwen_engine.llm import LLM

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
+from qwen_engine.checks import is_integer, is_number
 from qwen_engine.errors import ConfigError, UnknownOptionError, shown, suggestion
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class ModelConfig:
             sampling_defaults={
                 name: generation[name]
                 for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-                if _is_number(generation.get(name))
+                if is_number(generation.get(name))
             }
             if generation.get("do_sample", True)
             else {"temperature": 0.0},
@@ -234,9 +235,9 @@ class EngineConfig:
             raise ConfigError(f"seed is {shown(self.seed)}; it must be less than 2**63")
         if self.block_size < 8 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two and at least 8")
-        if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
+        if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {shown(self.gpu_memory_utilization)}; it must be in (0, 1]")
-        if not _is_number(self.step_timeout_s) or not 0 < self.step_timeout_s <= 86400:
+        if not is_number(self.step_timeout_s) or not 0 < self.step_timeout_s <= 86400:
             raise ConfigError(f"step_timeout_s is {shown(self.step_timeout_s)}; it must be in (0, 86400] seconds")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -320,21 +321,13 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], voc
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is None or token_id in found:
                 continue
-            if not _is_integer(token_id):
+            if not is_integer(token_id):
                 raise ConfigError(f"eos_token_id {shown(token_id)} is not a token id")
             if 0 <= token_id < vocab_size:
                 found.append(token_id)
             else:
                 logger.warning("eos_token_id %d is left out: ids are 0 to %d", token_id, vocab_size - 1)
     return tuple(found)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -359,7 +352,7 @@ def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -
         value = default
     if value is None:
         raise ConfigError(f"{name} is missing")
-    if not _is_integer(value) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ConfigError(f"{name} is {shown(value)}; it must be a positive integer")
     return value
 
@@ -370,7 +363,7 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None) 
         value = default
     if value is None:
         raise ConfigError(f"{name} is missing")
-    if not _is_number(value) or not 0 < value <= sys.float_info.max:
+    if not is_number(value) or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"{name} is {shown(value)}; it must be a positive number")
     return float(value)
 
@@ -381,5 +374,5 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: object, minimum: int) -> None:
-    if not _is_integer(value) or value < minimum:  # type: ignore[operator]
+    if not is_integer(value) or value < minimum:
         raise ConfigError(f"{name} is {shown(value)}; it must be an integer of at least {minimum}")

@@ -18,7 +18,8 @@ from qwen_engine.errors import EngineDeadError, RequestError
 from qwen_engine.frontend.input_processor import InputProcessor, Prompt, as_prompt_list
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import resolve_model
-from qwen_engine.request import RequestOutput, SamplingParams
+from qwen_engine.outputs import RequestOutput
+from qwen_engine.request import SamplingParams
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

@@ -1,5 +1,4 @@
-"""What a user asks for and gets: `SamplingParams`, `RequestSpec` (a checked request), `Request` (one sequence inside
-the engine) and the outputs.
+"""What a user asks for: `SamplingParams`, `RequestSpec` (a checked request) and `Request` (one sequence of it).
 
 A `Request` is owned by the scheduler from admission to its end; `num_computed_tokens` is its only progress.
 Ranges are checked here, in one place; what depends on the model (vocabulary, context) is checked by
@@ -9,19 +8,26 @@ Ranges are checked here, in one place; what depends on the model (vocabulary, co
 from __future__ import annotations
 
 import enum
-import functools
-import json
 import logging
 import math
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from struct import error as StructError
 from struct import pack
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol
 
-from qwen_engine.errors import RequestError, UnknownParameterError, shown, suggestion, summary
+from qwen_engine.checks import (
+    check_integer,
+    check_number,
+    checked_strings,
+    checked_token_ids,
+    is_number,
+    plain,
+    refuse_unknown_names,
+)
+from qwen_engine.errors import RequestError, shown
+from qwen_engine.structured_outputs import StructuredOutputs, as_structured_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -34,84 +40,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64  # every slot has room for the most and longest in use
 MAX_LOGIT_BIAS = 1024
-MAX_GRAMMAR_CHARS = 65_536
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-_Class = TypeVar("_Class")
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so n samples of one seed get n different seeds
-
-
-def _refuse_unknown_names(cls: type[_Class]) -> type[_Class]:
-    """Has a call of the class with a name that it does not know raise UnknownParameterError."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def checked_init(self: _Class, *args: Any, **options: Any) -> None:
-        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
-        for name in options:
-            if name not in known:
-                hint = suggestion(name, known)
-                raise UnknownParameterError(f"unknown parameter {shown(name)} of {cls.__name__}; {hint}", param=name)
-        init(self, *args, **options)
-
-    cls.__init__ = checked_init  # type: ignore[method-assign]
-    return cls
-
-
-@_refuse_unknown_names
-@dataclass(frozen=True, slots=True)
-class StructuredOutputs:
-    """What the text of an output has to be: exactly one of the fields but the last.
-
-    Each is compiled when the request is made.
-
-    json: matches this JSON schema (an object, or its text). json_object: any JSON object. regex: matches as a whole.
-    choice: is one of these strings. grammar: is derived from `start` of a Lark grammar, or `root` of an EBNF one.
-    tool_calls: is one call or several of these tools (OpenAI's objects), as Qwen3 writes them. With
-    parallel_tool_calls=False it is one.
-    """
-
-    json: str | Mapping[str, Any] | None = None
-    json_object: bool = False
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    tool_calls: str | Sequence[Mapping[str, Any]] | None = None
-    parallel_tool_calls: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("json_object", "parallel_tool_calls"):
-            if not isinstance(getattr(self, name), bool):
-                raise _bad_structure(f"{name} is {shown(getattr(self, name))}; it must be true or false")
-        if not self.parallel_tool_calls and self.tool_calls is None:
-            raise _bad_structure("parallel_tool_calls is false, which says nothing without tool_calls")
-        given = [
-            name for name in ("json", "regex", "choice", "grammar", "tool_calls") if getattr(self, name) is not None
-        ]
-        given += ["json_object"] if self.json_object else []
-        if len(given) != 1:
-            raise _bad_structure(
-                f"structured_outputs has {len(given)} constraints ({', '.join(given)}); it must have one of "
-                "json, json_object, regex, choice, grammar, tool_calls"
-            )
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
-        if self.tool_calls is not None:
-            object.__setattr__(self, "tool_calls", _tools_text(self.tool_calls))
-        if self.choice is not None:
-            choices = _strings("structured_outputs", self.choice, MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHARS)
-            if not choices:
-                raise _bad_structure("choice is empty; it must hold at least one string")
-            object.__setattr__(self, "choice", choices)
-        texts = self.choice if self.choice is not None else ("" if self.json_object else getattr(self, given[0]),)
-        for text in texts:
-            if not isinstance(text, str):
-                raise _bad_structure(f"{given[0]} is {shown(text)}; it must be a string")
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise _bad_structure(f"{given[0]} holds a lone surrogate (half of a UTF-16 pair)") from None
-        if (length := sum(map(len, texts))) > MAX_GRAMMAR_CHARS:
-            raise _bad_structure(f"{given[0]} has {length} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
 
 
 class TokenConstraint(Protocol):
@@ -123,7 +53,7 @@ class TokenConstraint(Protocol):
     def accept(self, token_id: int) -> None: ...
 
 
-@_refuse_unknown_names
+@refuse_unknown_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose and end the tokens of a request. Out-of-range values raise RequestError naming the parameter.
@@ -175,29 +105,29 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             object.__setattr__(self, name, plain(getattr(self, name)))
-        _check_integer("n", self.n, 1, MAX_SAMPLES)
-        _check_number("temperature", self.temperature, 0.0, 2.0)
+        check_integer("n", self.n, 1, MAX_SAMPLES)
+        check_number("temperature", self.temperature, 0.0, 2.0)
         if 0 < self.temperature < GREEDY_TEMPERATURE:
             logger.warning("temperature %g is raised to %g, which is greedy", self.temperature, GREEDY_TEMPERATURE)
             object.__setattr__(self, "temperature", GREEDY_TEMPERATURE)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_integer("top_k", self.top_k, -1, INT64_MAX)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_integer("top_k", self.top_k, -1, INT64_MAX)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         if self.seed is not None:
-            _check_integer("seed", self.seed, INT64_MIN, INT64_MAX)
-        _check_integer("min_tokens", self.min_tokens, 0, INT64_MAX)
+            check_integer("seed", self.seed, INT64_MIN, INT64_MAX)
+        check_integer("min_tokens", self.min_tokens, 0, INT64_MAX)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, INT64_MAX)
+            check_integer("max_tokens", self.max_tokens, 1, INT64_MAX)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", param="min_tokens"
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), -1, INT64_MAX)
+                check_integer(name, getattr(self, name), -1, INT64_MAX)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {shown(getattr(self, name))}; it must be true or false", param=name)
@@ -207,7 +137,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", param="stop")
         if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", _structured_outputs(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", as_structured_outputs(self.structured_outputs))
             if self.allowed_token_ids is not None:
                 raise RequestError(
                     "allowed_token_ids and structured_outputs could leave no token to choose; give one of them",
@@ -216,13 +146,14 @@ class SamplingParams:
 
     def _normalise_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS))
+        object.__setattr__(self, "stop", checked_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
+        bad_words = checked_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        object.__setattr__(self, "bad_words", bad_words)
         stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        ids = _token_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS)
+        ids = checked_token_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS)
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
         if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, INT64_MAX)
+            allowed = checked_token_ids("allowed_token_ids", self.allowed_token_ids, INT64_MAX)
             if not allowed:
                 raise RequestError("allowed_token_ids is empty; no token could be chosen", param="allowed_token_ids")
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
@@ -333,7 +264,7 @@ class Request:
         if isinstance(prompt_token_ids, str | bytes) or not isinstance(prompt_token_ids, Sequence):
             kind = type(prompt_token_ids).__name__
             raise RequestError(f"prompt is {kind}; it must be a list of token ids", param="prompt")
-        _check_integer("priority", priority, INT64_MIN, INT64_MAX)
+        check_integer("priority", priority, INT64_MIN, INT64_MAX)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt is {shown(cache_salt)}; it must be a non-empty string", param="cache_salt")
         self.request_id = request_id
@@ -370,16 +301,8 @@ class Request:
         self.stop_reason: int | str | None = None
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,112 +340,6 @@ class RequestSpec:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Raw log-probability of one token at one position, its rank (1 = most likely) and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-PositionLogprobs = dict[int, Logprob]
-"""Token id → Logprob at one position: the top ones, and always the token that stands there."""
-
-
-class SequenceOutput(Protocol):
-    """What one step brought one sequence, as the front end reads it.
-
-    token_id: the token sampled, None for a step that only computed prompt tokens. prompt_logprobs: (index of the first
-    prompt token covered, one entry per token). scheduled_time: when it first got a slot, by `time.monotonic()`.
-    """
-
-    @property
-    def sequence_id(self) -> str: ...
-    @property
-    def token_id(self) -> int | None: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-    @property
-    def stop_reason(self) -> int | str | None: ...
-    @property
-    def logprobs(self) -> PositionLogprobs | None: ...
-    @property
-    def prompt_logprobs(self) -> tuple[int, Sequence[PositionLogprobs]] | None: ...
-    @property
-    def num_cached_tokens(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def scheduled_time(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """Times of one request in seconds; `arrival_time` is a `time.monotonic()` reading, the others are spans from it.
-
-    scheduled_s: until the first of its samples got a slot.
-    """
-
-    arrival_time: float
-    scheduled_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    num_preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One sample of a request. `finish_reason` is "stop", "length", "abort", or None while it runs.
-
-    stop_reason: the stop string or stop token id that ended it; None for end-of-sequence and length.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Raw log-probability of all tokens together; None if no logprobs were asked for."""
-        if self.logprobs is None:
-            return None
-        return sum(entry[token_id].logprob for token_id, entry in zip(self.token_ids, self.logprobs))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """Everything known of a request so far. `out["text"]`, `out["token_ids"]` are short for `out.outputs[0]`'s."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-    metrics: RequestMetrics | None = None
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self:
-            return getattr(self.outputs[0], name)
-        raise KeyError(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")
-
-
-def plain(value: Any) -> Any:
-    """Python's own numbers and lists in place of a scalar or array of numpy or torch; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def _packed(token_ids: list[int]) -> bytes | None:
     if not {*map(type, token_ids)} <= {int}:  # a bool, say, is none
         return None
@@ -530,100 +347,6 @@ def _packed(token_ids: list[int]) -> bytes | None:
         return pack(f"{len(token_ids)}i", *token_ids)
     except StructError:
         return None
-
-
-def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < math.inf else ')'}"
-    if not _is_number(value) or not abs(value) <= sys.float_info.max:
-        raise RequestError(f"{name} is {shown(value)}; it must be a finite number in {bounds}", param=name)
-    if not (low < value if open_low else low <= value) or not value <= high:
-        raise RequestError(f"{name} is {value}; it must be in {bounds}", param=name)
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {shown(value)}; it must be an integer", param=name)
-    if not low <= value <= high:
-        limit = f"at least {low}" if value < low else f"at most {high}"
-        raise RequestError(f"{name} is {shown(value)}; it must be {limit}", param=name)
-
-
-def _strings(name: str, value: Any, max_count: int, max_chars: int) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} is {type(value).__name__}; it must be a list of strings", param=name)
-    if len(value) > max_count:
-        raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
-    for text in value:
-        if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} holds {shown(text)}; every entry must be a non-empty string", param=name)
-        if len(text) > max_chars:
-            raise RequestError(f"{name} holds a string of {len(text)} characters; at most {max_chars}", param=name)
-    return tuple(value)
-
-
-def _token_ids(name: str, value: Any, max_count: int) -> tuple[int, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
-        raise RequestError(f"{name} is {type(value).__name__}; it must be a list of token ids", param=name)
-    if len(value) > max_count:
-        raise RequestError(f"{name} has {len(value)} entries; at most {max_count} are allowed", param=name)
-    token_ids = tuple(map(plain, value))
-    for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise RequestError(f"{name} holds {shown(token_id)}; every entry must be a token id", param=name)
-    return token_ids
-
-
-def _structured_outputs(value: Any) -> StructuredOutputs:
-    if isinstance(value, StructuredOutputs):
-        return value
-    if not isinstance(value, Mapping):
-        raise _bad_structure(f"structured_outputs is {type(value).__name__}; it must be an object")
-    known = StructuredOutputs.__dataclass_fields__
-    if unknown := [key for key in value if key not in known]:
-        raise _bad_structure(f"structured_outputs has unknown key {shown(unknown[0])}; known: {', '.join(known)}")
-    return StructuredOutputs(**value)
-
-
-def _schema_text(schema: Any) -> str:
-    """A JSON schema as text, properties in their order."""
-    schema, text = _json_text("json", schema)
-    if not isinstance(schema, Mapping):
-        raise _bad_structure(f"json is {shown(schema)}; a JSON schema must be an object")
-    return text
-
-
-def _tools_text(tools: Any) -> str:
-    """Tools as text. Of each, the function's name and the schema of its parameters count."""
-    tools, text = _json_text("tool_calls", tools)
-    if not isinstance(tools, list | tuple) or not tools:
-        raise _bad_structure(f"tool_calls is {shown(tools)}; it must be a list of tools")
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise _bad_structure(f"tool_calls holds {shown(tool)}; a tool must have a function with a name")
-        if not isinstance(function.get("parameters"), Mapping | None):
-            raise _bad_structure(f"parameters of {shown(function['name'])} must be a JSON schema")
-    return text
-
-
-def _json_text(name: str, value: Any) -> tuple[Any, str]:
-    """A value, or the one that its text stands for, and its text."""
-    try:
-        if isinstance(value, str):
-            value = json.loads(value)
-        return value, json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _bad_structure(f"{name} is no JSON: {summary(error)}") from error
-
-
-def _bad_structure(message: str) -> RequestError:
-    return RequestError(message, param="structured_outputs")
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -639,10 +362,10 @@ def _logit_bias(value: Any) -> dict[int, float]:
     for key, bias in ((plain(key), plain(bias)) for key, bias in value.items()):
         try:
             token_id = int(key) if isinstance(key, str) else key
-            _check_integer("key", token_id, INT64_MIN, INT64_MAX)
+            check_integer("key", token_id, INT64_MIN, INT64_MAX)
         except ValueError:
             raise RequestError(f"logit_bias holds key {shown(key)}; keys are token ids", param="logit_bias") from None
-        if not _is_number(bias) or bias != bias:
+        if not is_number(bias) or bias != bias:
             raise RequestError(f"logit_bias of id {token_id} is {shown(bias)}; it must be a number", param="logit_bias")
         biases[token_id] = float(max(-100, min(100, bias)))
     return biases

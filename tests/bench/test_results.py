@@ -21,17 +21,15 @@ from hypothesis import strategies as st
 from sample_results import ENGINE
 
 from qwen_engine import LLM
-from qwen_engine.bench import results
+from qwen_engine.bench import facts
+from qwen_engine.bench.facts import SmiGpu, command_line, query_gpus
 from qwen_engine.bench.results import (
     SCHEMA,
     Check,
     ResultError,
-    SmiGpu,
     check_writable,
-    command_line,
     device_label,
     new_result,
-    query_gpus,
     read_result,
     write_atomically,
     write_result,
@@ -147,7 +145,7 @@ def test_a_result_is_written_without_nvidia_smi_and_without_uuids(
 def test_an_nvidia_smi_that_hangs_is_given_up(make_nvidia_smi: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
     make_nvidia_smi("0, GPU-bb, 580.1, 1, 1, NVIDIA H200\n")
     assert len(query_gpus()) == 1
-    monkeypatch.setattr(results, "SMI_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(facts, "SMI_TIMEOUT_S", 0.0)
     assert query_gpus() == []
 
 
@@ -293,8 +291,8 @@ def test_every_committed_result_follows_the_schema():
 
 
 def test_a_copy_is_told_its_commit(tmp_path, monkeypatch):
-    find = results.git_commit.__wrapped__
-    monkeypatch.setattr(results.qwen_engine, "__file__", str(tmp_path / "__init__.py"))
+    find = facts.git_commit.__wrapped__
+    monkeypatch.setattr(facts.qwen_engine, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.delenv("QWEN_ENGINE_GIT_COMMIT", raising=False)
     assert find() is None
     monkeypatch.setenv("QWEN_ENGINE_GIT_COMMIT", "0123abc")

@@ -377,7 +377,7 @@ def test_ipc_03_an_oversize_message_is_refused_and_harms_nothing(kind: str, monk
 
 def test_ipc_03_a_ring_larger_than_free_memory_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     before = num_descriptors()
-    monkeypatch.setattr(ring_channel, "_available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(ring_channel, "available_host_bytes", lambda: 1_000_000)
     with pytest.raises(ChannelError, match=r"ring needs 2\d{6} bytes of memory and 1000000 are available"):
         publisher_of("ring")
     monkeypatch.undo()

@@ -347,7 +347,7 @@ class Driver:
             expected, reason = solo_run(request, limit_tokens=request.limit_tokens)
             assert request.finish_reason in (reason, "abort")
             output = self.outputs[id(request)]
-            assert output == request.output_token_ids
+            assert output == request.token_ids[request.num_prompt_tokens :]
             if request.finish_reason == "abort":
                 assert output == expected[: len(output)]
             else:

@@ -166,7 +166,7 @@ def test_sch_10_an_id_is_unique_while_it_lives_and_free_afterwards(depth):
         driver.step()
     with pytest.raises(RequestError, match="'X' is in use"):
         driver.add("X", prompt_of(9))
-    while not first.is_finished:
+    while first.finish_reason is None:
         driver.step()
     driver.add("X", prompt_of(9), max_tokens=20)
     driver.run()
@@ -297,7 +297,7 @@ def test_pfx_11_the_blocks_of_computed_positions_never_change(depth):
     driver.step()
     warm = driver.add("warm", prompt_of(16), max_tokens=10)
     seen = []
-    while not warm.is_finished:
+    while warm.finish_reason is None:
         driver.step()
         if warm.block_ids:
             assert list(warm.block_ids[: len(seen)]) == seen

@@ -16,7 +16,8 @@ from qwen_engine import cli
 from qwen_engine.errors import ConfigError, RequestError
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import DEMO_FOLDER
-from qwen_engine.request import Logprob, RequestSpec, SamplingParams
+from qwen_engine.outputs import Logprob
+from qwen_engine.request import RequestSpec, SamplingParams
 from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
 from qwen_engine.server.chat_output import Message
@@ -25,7 +26,8 @@ from qwen_engine.server.json_response import to_json
 from qwen_engine.server.log_format import JsonFormatter, TextFormatter
 from qwen_engine.server.logprobs import LOGPROB_FLOOR, CompletionLogprobs, chat_logprobs, join_pieces
 from qwen_engine.server.metrics import Metrics
-from qwen_engine.server.protocol import ChatBody, ResponsesBody
+from qwen_engine.server.protocol import ChatBody
+from qwen_engine.server.responses_protocol import ResponsesBody
 from qwen_engine.server.serve import API_KEY_VARIABLE, parse_args
 from qwen_engine.tokenization.chat_output import ReasoningDelta
 from qwen_engine.tokenization.tokenizer import Tokenizer

@@ -1,11 +1,11 @@
 """Tokenizers for the text tests: a tiny byte-level one trained here, a word-level one, and the real Qwen3 one."""
 
-import json
 from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tiny_models import CHAT_TEMPLATE, save_tokenizer, train_tokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
@@ -16,27 +16,10 @@ SAMPLE = [
     "สวัสดีชาวโลก ฉันกินกระจกได้",
     "family 👨‍👩‍👧‍👦 flag 🇩🇪 thumbs 👍🏽 naïve café Ελλάδα привет",
 ]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def train_tiny() -> tokenizers.Tokenizer:
-    """Byte-level BPE with few merges, so that most characters outside ASCII take several tokens."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(SAMPLE, trainer)
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>", "é né")])
-    return backend
+    return train_tokenizer(SAMPLE, vocab_size=340, marks=("<think>", "</think>", "é né"))
 
 
 @pytest.fixture(scope="session")
@@ -51,10 +34,7 @@ def tiny(tiny_backend: tokenizers.Tokenizer) -> Tokenizer:
 
 @pytest.fixture
 def tiny_folder(tmp_path: Path) -> Path:
-    train_tiny().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"content": "<|im_end|>"}, "chat_template": CHAT_TEMPLATE})
-    )
+    save_tokenizer(tmp_path, train_tiny())
     return tmp_path
 
 

@@ -237,13 +237,6 @@ def test_half_a_surrogate_pair_cannot_leave_the_parser():
     assert calls == [("f\ufffd", '{"\ufffd": 1}')]
 
 
-def test_reasoning_tokens_are_counted():
-    parser = ChatOutputParser(PROMPT)
-    for piece in ["<think>", "\n", "a", "\n", "</think>", "\n\n", "b"]:
-        parser.feed(piece)
-    assert parser.num_reasoning_tokens == 5
-
-
 FRAGMENTS = [
     *[
         "<think>",

@@ -1,21 +1,12 @@
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_engine.request import SamplingParams
 from qwen_engine.tokenization.output_text import OutputText
 from qwen_engine.tokenization.reasoning import ReasoningSplitter
-
-
-@dataclass(frozen=True)
-class Params:
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
-    detokenize: bool = True
 
 
 def run(tokenizer, params, groups, *, reason, prompt=()):
@@ -37,7 +28,7 @@ def oracle(tokenizer, params, ids, *, reason):
     shown = ids[:-1] if reason == "stop" and not params.include_stop_str_in_output else ids
     text, seen = "", b""
     for count, id_ in enumerate(shown, start=1):
-        if not (params.skip_special_tokens and tokenizer.is_special(id_)):
+        if not (params.skip_special_tokens and id_ in tokenizer.special_ids):
             seen += tokenizer.token_bytes(id_)
         waiting = unfinished_bytes(seen) if count < len(shown) else 0
         sure = seen[: len(seen) - waiting].decode(errors="replace")
@@ -78,7 +69,7 @@ def sequences(draw, tokenizer):
     text = tokenizer.decode(ids, skip_special_tokens=False)
     starts = draw(st.lists(st.integers(0, max(len(text) - 1, 0)), max_size=3))
     stop = tuple(part for start in starts if (part := text[start : start + draw(st.integers(1, 5))]))
-    params = Params(
+    params = SamplingParams(
         stop=stop + tuple(draw(st.lists(st.sampled_from(["END", "NDE", "lo w", "能我"]), max_size=2))),
         include_stop_str_in_output=draw(st.booleans()),
         skip_special_tokens=draw(st.booleans()),
@@ -102,7 +93,7 @@ def test_text_stop_and_tokens_kept_do_not_depend_on_grouping(tiny, data, reason)
 @settings(max_examples=200)
 def test_text_without_stop_strings_is_the_decoding_of_the_ids(tiny, data, reason):
     ids, params = data.draw(sequences(tiny))
-    params = Params(skip_special_tokens=params.skip_special_tokens)
+    params = SamplingParams(skip_special_tokens=params.skip_special_tokens)
     groups = split(ids, data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=6)))
     shown = ids[:-1] if reason == "stop" else ids
     _, matched, kept, text = run(tiny, params, groups, reason=reason)
@@ -112,7 +103,7 @@ def test_text_without_stop_strings_is_the_decoding_of_the_ids(tiny, data, reason
 
 def test_tokens_after_the_match_in_the_same_call_are_ignored(tiny):
     ids = tiny.encode("hello END and more")
-    output = OutputText(tiny, [], Params(stop=("END",)))
+    output = OutputText(tiny, [], SamplingParams(stop=("END",)))
     assert output.append(ids, finish_reason=None) == ("hello ", "END")
     assert tiny.decode(ids[: output.num_tokens_used]) == "hello END"
     assert output.append(ids, finish_reason="length") == ("", None)
@@ -123,7 +114,7 @@ def test_stp_01_a_stop_split_over_tokens_is_never_shown(tiny):
     ids = tiny.encode("ABC DEFGHIJ K")
     for size in (1, 2, 3, 4, 5):
         groups = [ids[start : start + size] for start in range(0, len(ids), size)]
-        deltas, matched, _, _ = run(tiny, Params(stop=("DEFGHIJ", "GHIJ K")), groups, reason="length")
+        deltas, matched, _, _ = run(tiny, SamplingParams(stop=("DEFGHIJ", "GHIJ K")), groups, reason="length")
         assert ("".join(deltas), matched) == ("ABC ", "DEFGHIJ")
 
 
@@ -132,7 +123,7 @@ def test_stp_01_a_stop_split_over_tokens_is_never_shown(tiny):
 def test_stp_02_held_text_is_flushed_whatever_ends_generation(tiny, reason, include):
     ids = tiny.encode("the EN") + ([tiny.eos_token_id] if reason == "stop" else [])
     deltas, matched, kept, text = run(
-        tiny, Params(stop=("END",), include_stop_str_in_output=include), [[id_] for id_ in ids], reason=reason
+        tiny, SamplingParams(stop=("END",), include_stop_str_in_output=include), [[id_] for id_ in ids], reason=reason
     )
     assert (text, matched, kept) == ("the EN", None, ids)
     assert "EN" in deltas[-1] or include
@@ -141,7 +132,7 @@ def test_stp_02_held_text_is_flushed_whatever_ends_generation(tiny, reason, incl
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("skip", [False, True])
 def test_the_stop_token_is_in_the_text_only_if_asked_for_and_not_hidden(tiny, include, skip):
-    params = Params(include_stop_str_in_output=include, skip_special_tokens=skip)
+    params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=skip)
     ids = [*tiny.encode("hello"), tiny.eos_token_id]
     expected = "hello<|im_end|>" if include and not skip else "hello"
     assert run(tiny, params, [ids], reason="stop")[3] == expected
@@ -152,39 +143,39 @@ def test_the_stop_token_is_in_the_text_only_if_asked_for_and_not_hidden(tiny, in
 def test_stp_05_both_stops_in_one_token_cut_at_the_first(words):
     ids = words.encode("hello stop here world")
     for stop in (("world", "here"), ("here", "world")):
-        deltas, matched, kept, _ = run(words, Params(stop=stop), [ids], reason="length")
+        deltas, matched, kept, _ = run(words, SamplingParams(stop=stop), [ids], reason="length")
         assert ("".join(deltas), matched, kept) == ("hello stop ", "here", ids[:3])
 
 
 def test_stp_09_a_stop_completed_by_the_last_allowed_token_is_reported(tiny):
     ids = tiny.encode("hello END")
-    _, matched, kept, text = run(tiny, Params(stop=("END",)), [[id_] for id_ in ids], reason="length")
+    _, matched, kept, text = run(tiny, SamplingParams(stop=("END",)), [[id_] for id_ in ids], reason="length")
     assert (matched, kept, text) == ("END", ids, "hello ")
 
 
 def test_stp_10_a_marker_token_stays_whole_unless_its_end_begins_a_stop(tiny):
     ids = tiny.encode("x</think>y")
     for stop in ("</thi!", "think", "XYZ"):
-        deltas = run(tiny, Params(stop=(stop,)), [[id_] for id_ in ids], reason="length")[0]
+        deltas = run(tiny, SamplingParams(stop=(stop,)), [[id_] for id_ in ids], reason="length")[0]
         assert "</think>" in deltas or stop == "think"
 
 
 def test_stops_that_end_within_min_tokens_are_ignored(words):
     ids = words.encode("stop hello stop here")
     for min_tokens, expected in [(0, ""), (1, "stop hello "), (2, "stop hello "), (3, "stop hello stop here")]:
-        assert run(words, Params(stop=("stop",), min_tokens=min_tokens), [ids], reason="length")[3] == expected
+        assert run(words, SamplingParams(stop=("stop",), min_tokens=min_tokens), [ids], reason="length")[3] == expected
 
 
 def test_a_stop_that_begins_within_min_tokens_and_ends_later_counts(tiny):
     ids = tiny.encode("ABCD")
     assert len(ids) == 4
-    assert run(tiny, Params(stop=("BC",), min_tokens=2), [ids], reason="length")[:3] == (["A"], "BC", ids[:3])
+    assert run(tiny, SamplingParams(stop=("BC",), min_tokens=2), [ids], reason="length")[:3] == (["A"], "BC", ids[:3])
 
 
 @pytest.mark.parametrize(("min_tokens", "expected"), [(1, ("a", "\ufffd")), (2, ("a\ufffd", None))])
 def test_flushed_text_counts_as_that_of_the_last_token(tiny, min_tokens, expected):
     ids = tiny.encode("a😀")[:2]
-    _, matched, kept, text = run(tiny, Params(stop=("\ufffd",), min_tokens=min_tokens), [ids], reason="length")
+    _, matched, kept, text = run(tiny, SamplingParams(stop=("\ufffd",), min_tokens=min_tokens), [ids], reason="length")
     assert (text, matched) == expected
     assert kept == ids
 
@@ -192,7 +183,7 @@ def test_flushed_text_counts_as_that_of_the_last_token(tiny, min_tokens, expecte
 def test_lpb_04_tokens_spell_the_text_though_text_is_held_back(tiny):
     """Text may come later than its tokens, but no token or character is lost or doubled."""
     ids = tiny.encode("ABCDEFGH, ABCDEFGHI? 我 no")
-    output, spelled, counts = OutputText(tiny, [], Params(stop=("ABCDEFGHIJ",))), b"", 0
+    output, spelled, counts = OutputText(tiny, [], SamplingParams(stop=("ABCDEFGHIJ",))), b"", 0
     for index, id_ in enumerate(ids):
         output.append([id_], finish_reason="length" if index == len(ids) - 1 else None)
         counts += output.num_tokens_used
@@ -205,7 +196,7 @@ def test_lpb_04_tokens_spell_the_text_though_text_is_held_back(tiny):
 @pytest.mark.parametrize("detokenize", [False, True])
 def test_without_text_every_token_counts(tiny, detokenize):
     tokenizer = None if detokenize else tiny
-    output = OutputText(tokenizer, [1], Params(detokenize=detokenize))
+    output = OutputText(tokenizer, [1], SamplingParams(detokenize=detokenize))
     assert output.append([5, 6], finish_reason=None) == ("", None)
     assert output.num_tokens_used == 2
     assert output.append([-1, 7, 8], finish_reason="stop") == ("", None)
@@ -214,7 +205,7 @@ def test_without_text_every_token_counts(tiny, detokenize):
 
 def test_dtk_05_a_bad_id_harms_only_its_own_sequence(tiny):
     ids = tiny.encode("hello 我")
-    outputs = [OutputText(tiny, [], Params(stop=("END",))) for _ in range(4)]
+    outputs = [OutputText(tiny, [], SamplingParams(stop=("END",))) for _ in range(4)]
     for position, id_ in enumerate(ids):
         reason = "length" if position == len(ids) - 1 else None
         for row, output in enumerate(outputs):
@@ -227,10 +218,10 @@ def test_dtk_05_a_bad_id_harms_only_its_own_sequence(tiny):
 
 def test_dtk_06_merging_calls_of_a_slow_reader_loses_nothing(tiny):
     ids = tiny.encode("The quick 👨‍👩‍👧‍👦 fox, 我能吞下玻璃 END") * 3
-    expected = run(tiny, Params(stop=("ENDx",)), [[id_] for id_ in ids], reason="length")[3]
+    expected = run(tiny, SamplingParams(stop=("ENDx",)), [[id_] for id_ in ids], reason="length")[3]
     for lag in range(2, 20):
         groups = [ids[start : start + lag] for start in range(0, len(ids), lag)]
-        assert run(tiny, Params(stop=("ENDx",)), groups, reason="length")[3] == expected == tiny.decode(ids)
+        assert run(tiny, SamplingParams(stop=("ENDx",)), groups, reason="length")[3] == expected == tiny.decode(ids)
 
 
 UNDECIDED_PROMPT = "<|im_start|>assistant\n"
@@ -238,7 +229,7 @@ UNDECIDED_PROMPT = "<|im_start|>assistant\n"
 
 def run_thinking(tokenizer, text, width, *, stop):
     """Drives `text`, `width` tokens a call, with stop strings kept out of thinking; returns (text, stop string)."""
-    output = OutputText(tokenizer, [], Params(stop=stop), reasoning=ReasoningSplitter(UNDECIDED_PROMPT))
+    output = OutputText(tokenizer, [], SamplingParams(stop=stop), reasoning=ReasoningSplitter(UNDECIDED_PROMPT))
     ids = tokenizer.encode(text)
     for start in range(0, len(ids), width):
         is_last = start + width >= len(ids)
@@ -281,7 +272,7 @@ def test_tokens_of_the_thinking_are_counted_one_by_one(tiny, width, stop):
         ("The answer.", 0),
     ):
         splitter = ReasoningSplitter(UNDECIDED_PROMPT)
-        output = OutputText(tiny, [], Params(stop=stop), reasoning=splitter)
+        output = OutputText(tiny, [], SamplingParams(stop=stop), reasoning=splitter)
         ids = tiny.encode(text)
         for start in range(0, len(ids), width):
             output.append(ids[start : start + width], finish_reason="length" if start + width >= len(ids) else None)

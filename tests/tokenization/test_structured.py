@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from qwen_engine import SamplingParams, StructuredOutputs
 from qwen_engine.errors import RequestError
-from qwen_engine.request import MAX_GRAMMAR_CHARS, Request
+from qwen_engine.request import Request
+from qwen_engine.structured_outputs import MAX_GRAMMAR_CHARS
 from qwen_engine.tokenization import structured
 from qwen_engine.tokenization.grammar_size import MAX_EXPANDED_SIZE, check_lark, check_regex
 from qwen_engine.tokenization.structured import GrammarCompiler, TokenMatcher
@@ -72,7 +73,7 @@ def wander(matcher: TokenMatcher, tokenizer: Tokenizer, rng: random.Random, *, m
             assert "\ufffd" not in text
             return text
         token_id = rng.choice(sorted(choices - {tokenizer.eos_token_id}))
-        assert not tokenizer.is_special(token_id)
+        assert token_id not in tokenizer.special_ids
         ids.append(token_id)
         matcher.accept(token_id)
     raise AssertionError(f"no end after {max_tokens} tokens: {tokenizer.decode(ids)!r}")
@@ -96,7 +97,7 @@ def test_every_token_means_its_bytes_and_special_ones_nothing(name, request, tin
     vocab = TINY_VOCAB if name == "tiny" else QWEN_VOCAB
     eos = tokenizer.eos_token_id
     matcher = start(compiler, regex="(?s:.*)")
-    texts = {id_ for id_ in range(vocab) if tokenizer.token_bytes(id_) and not tokenizer.is_special(id_)}
+    texts = {id_ for id_ in range(vocab) if tokenizer.token_bytes(id_) and id_ not in tokenizer.special_ids}
     expected = {id_ for id_ in texts if utf8_prefix(tokenizer.token_bytes(id_))}
     assert allowed(matcher) == expected | {eos}
     assert len(matcher.mask()) == 4 * -(-vocab // 32)
@@ -121,7 +122,7 @@ def test_masks_lead_to_the_choices_and_nowhere_else(tiny, compiler, choices, rng
         assert choosable
         assert (eos in choosable) == (prefix in finals)
         for id_ in choosable - {eos}:
-            assert not tiny.is_special(id_)
+            assert id_ not in tiny.special_ids
             assert any(final.startswith(prefix + tiny.token_bytes(id_)) for final in finals)
         token_id = rng.choice(sorted(choosable))
         matchers[0].accept(token_id)

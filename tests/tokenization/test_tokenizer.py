@@ -61,7 +61,7 @@ def test_ids_the_tokenizer_does_not_know_have_no_text(tiny, words):
             assert tokenizer.token_bytes(id_) == b""
             assert tokenizer.token_str(id_) == ""
             assert tokenizer.decode([id_]) == ""
-            assert not tokenizer.is_special(id_)
+            assert id_ not in tokenizer.special_ids
 
 
 def test_padded_qwen_rows_have_no_text(qwen):
@@ -75,19 +75,13 @@ def test_special_tokens_are_hidden_only_on_request(qwen):
     ids = qwen.encode("<|im_start|>a<think>b</think><|im_end|>")
     assert qwen.decode(ids) == "a<think>b</think>"
     assert qwen.decode(ids, skip_special_tokens=False) == "<|im_start|>a<think>b</think><|im_end|>"
-    assert [qwen.is_special(id_) for id_ in (151_643, 151_645, 151_657, 151_667, 9707)] == [
+    assert [id_ in qwen.special_ids for id_ in (151_643, 151_645, 151_657, 151_667, 9707)] == [
         True,
         True,
         False,
         False,
         False,
     ]
-
-
-def test_a_batch_is_encoded_like_single_texts(tiny):
-    texts = ["hello world", "", "我能吞下玻璃"]
-    assert tiny.encode_batch(texts) == [tiny.encode(text) for text in texts]
-    assert tiny.encode_batch([]) == []
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tiny):
@@ -102,7 +96,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tiny):
 @pytest.mark.parametrize("text", ["half a pair \ud83d", None, 7])
 def test_text_that_is_not_unicode_is_refused(tiny, text):
     with pytest.raises(RequestError) as caught:
-        tiny.encode_batch(["fine", text])
+        tiny.encode(text)
     assert caught.value.param == "prompt"
 
 
@@ -125,7 +119,6 @@ def test_truncation_and_padding_saved_in_the_file_are_ignored(tiny_folder):
     text = "the lazy dog answers: hello again!"
     loaded = Tokenizer.from_folder(tiny_folder)
     assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.decode(loaded.encode_batch([text, "a"])[1]) == "a"
 
 
 def test_tokens_named_special_in_the_config_are_special(tiny_folder):

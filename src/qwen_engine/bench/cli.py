@@ -1,15 +1,14 @@
 """Command lines of `bench …` and `results …`: arguments in, tables out. `cli` calls it; every command loads lazily.
 
 A command is a module of this package with `add_arguments(parser)`, `run(args) -> exit code` and, if it takes more than
-options, `USAGE`. Exit codes: 0 done,
-1 a check failed or a figure got worse, 2 bad input, 130 interrupted (what was measured is kept).
+options, `USAGE`. Exit codes: 0 done, 1 a check failed or a figure got worse, 2 bad input, 130 interrupted (what was
+measured is kept).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 from collections.abc import Sequence
 
 from qwen_engine.engine_args import HelpFormatter
@@ -36,7 +35,7 @@ COMMANDS = {
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """argv: "bench" or "results", a command, its options. The namespace has `run(args)` and `verbose`."""
     group, rest = argv[0], list(argv[1:])
-    commands = {name: text for name, text in COMMANDS[group].items() if _module(name) is not None}
+    commands = COMMANDS[group]
     if not rest or rest[0] not in commands:
         parser = argparse.ArgumentParser(
             prog=f"python -m qwen_engine {group}",
@@ -50,7 +49,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("command", choices=list(commands), metavar="|".join(commands), help="see below")
         parser.parse_args(rest)
         parser.error("the command comes first, its options after it")
-    module = importlib.import_module(_module(rest[0]) or "")
+    module = importlib.import_module(f"qwen_engine.bench.{rest[0]}")
     parser = argparse.ArgumentParser(
         prog=f"python -m qwen_engine {group} {rest[0]}",
         description=module.__doc__,
@@ -61,8 +60,3 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(verbose=False, run=module.run, argv=list(argv))
     module.add_arguments(parser)
     return parser.parse_args(rest[1:])
-
-
-def _module(command: str) -> str | None:
-    name = f"qwen_engine.bench.{command}"
-    return name if importlib.util.find_spec(name) else None

@@ -5,13 +5,14 @@ The table on a terminal and the report's read the same lists; all other figures 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_engine.bench.output import number
-from qwen_engine.bench.results import device_label
+from qwen_engine.bench.output import exit_code, number
+from qwen_engine.bench.results import device_label, write_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,12 @@ _OTHER_FIGURES = {
         Figure("host memory of a rank, GB: peak / anonymous", ("host_peak_gb", "host_anonymous_gb")),
     ),
 }
+
+
+def save_and_describe(result: Mapping[str, Any], folder: Path) -> int:
+    """Writes a result and prints what came out; returns the exit code."""
+    sys.stdout.write(describe(result, write_result(result, folder)) + "\n")
+    return exit_code(result)
 
 
 def describe(result: Mapping[str, Any], path: Path) -> str:

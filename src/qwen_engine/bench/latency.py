@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from typing import Any
 
-from qwen_engine.bench.figures import describe
+from qwen_engine.bench.figures import save_and_describe
 from qwen_engine.bench.load import (
     BatchRun,
     Measurement,
@@ -25,8 +24,8 @@ from qwen_engine.bench.load import (
     run_random,
     statistics_of,
 )
-from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
-from qwen_engine.bench.results import check_writable, new_result, write_result
+from qwen_engine.bench.output import add_common_arguments, at_least
+from qwen_engine.bench.results import check_writable, new_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.llm import LLM
 
@@ -47,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.results_dir)
     with LLM(args.model, **{"skip_tokenizer_init": True, **engine_options(args)}) as llm:
         result = measure_latency(llm, args, show_progress=None)
-    path = write_result(result, args.results_dir)
-    sys.stdout.write(describe(result, path) + "\n")
-    return exit_code(result)
+    return save_and_describe(result, args.results_dir)
 
 
 def measure_latency(llm: LLM, args: argparse.Namespace, *, show_progress: bool | None = False) -> dict[str, Any]:

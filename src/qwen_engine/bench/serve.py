@@ -28,8 +28,9 @@ import numpy as np
 from tqdm import tqdm
 
 from qwen_engine.bench import serve_client, serve_load
+from qwen_engine.bench.facts import GPU_KEYS, query_gpus
 from qwen_engine.bench.output import add_results_dir_argument, exit_code
-from qwen_engine.bench.results import GPU_KEYS, check_writable, new_result, query_gpus, write_result
+from qwen_engine.bench.results import check_writable, new_result, write_result
 from qwen_engine.bench.serve_client import ENDPOINTS, ServeRequest, ServeResult
 from qwen_engine.bench.serve_load import PromptMaker, Sample
 from qwen_engine.bench.serve_report import (

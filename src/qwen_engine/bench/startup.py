@@ -16,10 +16,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qwen_engine.bench.figures import describe
+from qwen_engine.bench.facts import FACTS
+from qwen_engine.bench.figures import save_and_describe
 from qwen_engine.bench.load import PromptSource, check_batches, check_pool, run_batch
-from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
-from qwen_engine.bench.results import FACTS, Check, check_writable, new_result, write_result
+from qwen_engine.bench.output import add_common_arguments, at_least
+from qwen_engine.bench.results import Check, check_writable, new_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError, QwenEngineError
 from qwen_engine.llm import LLM
@@ -42,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_writable(args.results_dir)
     result = measure_startup(args.argv, args.num_iters, show_progress=None)
-    path = write_result(result, args.results_dir)
-    sys.stdout.write(describe(result, path) + "\n")
-    return exit_code(result)
+    return save_and_describe(result, args.results_dir)
 
 
 def measure_startup(argv: Sequence[str], num_iters: int, *, show_progress: bool | None = False) -> dict[str, Any]:

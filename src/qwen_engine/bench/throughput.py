@@ -7,14 +7,13 @@ chat: log-normal around the given lengths, so that a few are several times as lo
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from qwen_engine.bench.figures import describe
+from qwen_engine.bench.figures import save_and_describe
 from qwen_engine.bench.load import (
     PromptSource,
     cached_share,
@@ -26,8 +25,8 @@ from qwen_engine.bench.load import (
     ratio,
     run_random,
 )
-from qwen_engine.bench.output import add_common_arguments, at_least, exit_code
-from qwen_engine.bench.results import check_writable, new_result, write_result
+from qwen_engine.bench.output import add_common_arguments, at_least
+from qwen_engine.bench.results import check_writable, new_result
 from qwen_engine.engine_args import engine_options
 from qwen_engine.errors import ConfigError
 from qwen_engine.llm import LLM
@@ -63,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.results_dir)
     with LLM(args.model, **{"skip_tokenizer_init": True, **engine_options(args)}) as llm:
         result = measure_throughput(llm, args, show_progress=None)
-    path = write_result(result, args.results_dir)
-    sys.stdout.write(describe(result, path) + "\n")
-    return exit_code(result)
+    return save_and_describe(result, args.results_dir)
 
 
 def measure_throughput(llm: LLM, args: argparse.Namespace, *, show_progress: bool | None = False) -> dict[str, Any]:

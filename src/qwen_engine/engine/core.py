@@ -21,7 +21,8 @@ from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.torchrun import TorchrunRank
 from qwen_engine.engine.worker import join
 from qwen_engine.errors import EngineDeadError, RequestError
-from qwen_engine.request import PositionLogprobs, Request, RequestStatus
+from qwen_engine.outputs import PositionLogprobs
+from qwen_engine.request import Request, RequestStatus
 from qwen_engine.scheduling.block_manager import BlockManager
 from qwen_engine.scheduling.scheduler import Scheduler
 
@@ -125,20 +126,16 @@ class EngineCore:
 
     def check_ranks(self) -> None:
         """Raises EngineDeadError once the engine is closed or one of its ranks has died, without running a step."""
-        if self._executor is None:
-            raise EngineDeadError("the engine is closed; create a new one")
-        self._executor.check()
+        self._open_executor().check()
 
     def check(self, request: Request) -> None:
         """Raises RequestError if the request can never be served, EngineDeadError after `close`."""
-        if self._executor is None:
-            raise EngineDeadError("the engine is closed; create a new one")
+        self._open_executor()
         self.scheduler.check_admissible(request)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it cannot be served, EngineDeadError after `close`."""
-        if self._executor is None:
-            raise EngineDeadError("the engine is closed; create a new one")
+        self._open_executor()
         if request.params.structured_outputs is not None and request.constraint is None:
             raise RequestError("structured_outputs was not compiled for this request", param="structured_outputs")
         self.scheduler.add(request)
@@ -153,15 +150,14 @@ class EngineCore:
 
         Empty when there is nothing to do.
         """
-        if self._executor is None:
-            raise EngineDeadError("the engine is closed; create a new one")
+        executor = self._open_executor()
         try:
-            while len(self._in_flight) < self._executor.max_steps_in_flight and self._launch_next():
+            while len(self._in_flight) < executor.max_steps_in_flight and self._launch_next(executor):
                 pass
             if not self._in_flight:
                 return []
             oldest = self._in_flight.popleft()
-            result = self._executor.wait(oldest.launched)
+            result = executor.wait(oldest.launched)
             sampled = self.scheduler.apply(oldest.step, result.token_ids)
             self._drop_useless_steps()
         except BaseException:
@@ -203,9 +199,13 @@ class EngineCore:
         self._executor.close()
         self._executor = None
 
-    def _launch_next(self) -> bool:
+    def _open_executor(self) -> Executor:
+        if self._executor is None:
+            raise EngineDeadError("the engine is closed; create a new one")
+        return self._executor
+
+    def _launch_next(self, executor: Executor) -> bool:
         """Plans and launches a step; False when no request can move before a step in flight is applied."""
-        assert self._executor is not None
         plan = self.scheduler.schedule()
         if plan is None:
             return False
@@ -213,7 +213,7 @@ class EngineCore:
         if self.scheduler.num_with_prompt_logprobs:
             owners = {r.slot: r for r in self.scheduler.running if r.params.prompt_logprobs is not None}
         masks = constraints.masks_of(self.scheduler.sampling_requests)
-        self._in_flight.append(_StepInFlight(plan.step, self._executor.launch(plan, masks), owners))
+        self._in_flight.append(_StepInFlight(plan.step, executor.launch(plan, masks), owners))
         return True
 
     def _drop_useless_steps(self) -> None:

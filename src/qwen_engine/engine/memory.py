@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from qwen_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 1 << 30
 CPU_KV_BYTES = 4 * GIB
 """Most KV memory a CPU engine takes by itself; pages are committed as they are used."""
-
-
-def dtype_bytes(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()
 
 
 def gpu_kv_bytes(*, free_bytes: int, total_bytes: int, step_bytes: int, utilization: float) -> int:

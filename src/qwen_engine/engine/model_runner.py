@@ -28,7 +28,8 @@ from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.sampler import TokenMasks, TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
-from qwen_engine.request import Logprob, PositionLogprobs, SamplingParams
+from qwen_engine.outputs import Logprob, PositionLogprobs
+from qwen_engine.request import SamplingParams
 from qwen_engine.scheduling.block_manager import block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -124,11 +125,10 @@ class RankSetup:
         config, model_config = self.config, self.model_config
         if self.device.type == "cpu" and config.tensor_parallel_size > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size))
-        num_elements = sum(
-            shard.length * _product(shard.shape) // shard.shape[shard.dim] for shard in sharding_table(model_config, tp)
-        )
+        table = sharding_table(model_config, tp)
+        num_elements = sum(shard.length * math.prod(shard.shape) // shard.shape[shard.dim] for shard in table)
         available = _available_bytes(self.device)
-        memory.check_weights_fit(num_elements * memory.dtype_bytes(self.dtype), available, self.device)
+        memory.check_weights_fit(num_elements * self.dtype.itemsize, available, self.device)
         model = Qwen3Model(
             model_config,
             tp=tp,
@@ -163,9 +163,7 @@ class RankSetup:
     def num_kv_blocks(self, runner: ModelRunner) -> int:
         """KV blocks this rank has room for. Raises ConfigError if there is none."""
         config = self.config
-        bytes_per_token = self.model_config.kv_bytes_per_token(
-            memory.dtype_bytes(self.dtype), config.tensor_parallel_size
-        )
+        bytes_per_token = self.model_config.kv_bytes_per_token(self.dtype.itemsize, config.tensor_parallel_size)
         kv_bytes = config.kv_cache_bytes
         if kv_bytes is not None:
             torch.cuda.empty_cache()  # what the allocator keeps for later is free, too
@@ -276,10 +274,3 @@ def _available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return memory.available_host_bytes()
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result

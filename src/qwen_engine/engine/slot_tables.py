@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from qwen_engine.layers.sampler import SamplingTables, SlotSampling
+from qwen_engine.layers.sampler import SamplingTables
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 
@@ -64,21 +64,7 @@ class SlotTables:
     def apply_sampling(self, plan: StepPlan) -> None:
         """Takes the sampling parameters of the plan's new requests, before tokens are chosen for them."""
         if plan.added:
-            self.sampling.set(
-                [
-                    SlotSampling(
-                        slot=entry.slot,
-                        params=entry.params,
-                        seed=entry.seed,
-                        num_tokens=entry.first_token + len(entry.token_ids),
-                        token_ids=entry.token_ids,
-                        num_prompt_tokens=entry.num_prompt_tokens,
-                        stop_ids=entry.stop_ids,
-                        bad_word_ids=entry.bad_word_ids,
-                    )
-                    for entry in plan.added
-                ]
-            )
+            self.sampling.set(plan.added)
 
     def computed(self, slots: np.ndarray, ends: np.ndarray, sampled_slots: np.ndarray) -> None:
         """Notes on the host that `slots` have KV up to `ends`, and that the device appends one token to some."""
@@ -96,7 +82,7 @@ class SlotTables:
         writes = []
         for entry in added:
             slot = entry.slot
-            self.known_tokens[slot] = entry.first_token + len(entry.token_ids)
+            self.known_tokens[slot] = entry.num_tokens
             self.computed_tokens[slot] = entry.num_computed_tokens
             self._num_blocks[slot] = len(entry.block_ids)
             self.prompt_tokens[slot] = entry.num_prompt_tokens

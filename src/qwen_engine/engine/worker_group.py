@@ -11,20 +11,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import json
 import logging
-import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from qwen_engine import child_process
 from qwen_engine.distributed.progress import Progress, who_is_behind
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.engine.status_link import ASK_POSITION, ASK_STACKS, LinkListener, RankLink
@@ -169,20 +167,12 @@ class WorkerGroup:
                 rank=rank,
                 store_port=store_port,
                 link_fd=theirs.fileno(),
-                parent_pid=os.getpid(),
                 log_level=logging.getLogger("qwen_engine").getEffectiveLevel(),
             )
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "qwen_engine.engine.worker_main"],
-                stdin=subprocess.PIPE,
-                process_group=0,  # a terminal's Ctrl-C is for rank 0 alone
-                stdout=2,  # whatever a library prints belongs with the logs, not in the program's output
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            process = child_process.start("qwen_engine.engine.worker_main", spec, pass_fd=theirs.fileno())
             on_error.pop_all()
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # one that has ended already says so itself
-            process.stdin.write(json.dumps(dataclasses.asdict(spec)).encode())
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         return _Worker(RankLink(rank, own), process)
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:

@@ -1,28 +1,21 @@
 """The entry point of a worker process: bound to rank 0's life before it imports anything that takes time.
 
-Started by `worker_group` as `python -m qwen_engine.engine.worker_main`, with a `WorkerSpec` as JSON on stdin. The
-status link, on the descriptor `link_fd`, is open for as long as rank 0 lives; its end, like the parent-death signal,
-ends this process at once.
+Started by `worker_group`. The status link, on the descriptor `link_fd`, is open for as long as rank 0 lives; its end,
+like the parent-death signal, ends this process at once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import json
 import logging
 import os
-import signal
 import socket
-import sys
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from qwen_engine import child_process
 from qwen_engine.engine.status_link import StatusLink
 from qwen_engine.errors import QwenEngineError
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +27,11 @@ class WorkerSpec:
     rank: int
     store_port: int
     link_fd: int
-    parent_pid: int
     log_level: int
 
 
 def main() -> None:
-    # What an interrupt means is for rank 0 to decide.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    spec = WorkerSpec(**json.load(sys.stdin))
-    if os.getppid() != spec.parent_pid:
-        os._exit(1)  # the parent died before the signal was armed
+    spec = child_process.begin(WorkerSpec)
     os.set_inheritable(spec.link_fd, False)
     link = StatusLink(socket.socket(fileno=spec.link_fd))
     logging.basicConfig(format=f"[rank {spec.rank}] %(message)s", level=logging.WARNING)

@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qwen_engine.checks import plain
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.errors import RequestError
-from qwen_engine.request import Request, RequestSpec, SamplingParams, plain
+from qwen_engine.request import Request, RequestSpec, SamplingParams
 from qwen_engine.tokenization.structured import GrammarCompiler
 from qwen_engine.tokenization.tokenizer import Tokenizer
 

@@ -12,15 +12,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from qwen_engine.request import (
-    CompletionOutput,
-    PositionLogprobs,
-    RequestMetrics,
-    RequestOutput,
-    RequestSpec,
-    SamplingParams,
-    SequenceOutput,
-)
+from qwen_engine.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput, SequenceOutput
+from qwen_engine.request import RequestSpec, SamplingParams
 from qwen_engine.tokenization.output_text import OutputText
 from qwen_engine.tokenization.reasoning import ReasoningSplitter
 from qwen_engine.tokenization.tokenizer import Tokenizer

@@ -19,6 +19,7 @@ import torch
 
 from qwen_engine import kernels
 from qwen_engine.request import SamplingParams
+from qwen_engine.scheduling.step_plan import SlotInit
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FEATURES = ("penalties", "bias", "bad_words", "min_tokens", "filters", "masks", "logprobs")
@@ -27,21 +28,6 @@ _NO_TOKEN = -2  # matches nothing
 _MASKED = -1e9  # far below any logit, yet above the -inf of a token that is not allowed
 _RANKED_ROWS = 32  # whose keys, 8 bytes a token id, exist at once
 _MAX_REPETITION = 1e6  # beyond it nothing changes but the risk of leaving fp32
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSampling:
-    """What the sampler needs of a request that takes `slot`. num_tokens: how many are known; token_ids: every one of
-    them, prompt first, if there are penalties."""
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    num_tokens: int
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
-    stop_ids: Sequence[int]
-    bad_word_ids: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +80,7 @@ class SamplingTables:
         """int64 [max_num_seqs]."""
         return self._integers[0]
 
-    def set(self, entries: Sequence[SlotSampling]) -> None:
+    def set(self, entries: Sequence[SlotInit]) -> None:
         """Writes the parameters of requests that take slots in this step."""
         slots = self._to_device(np.array([entry.slot for entry in entries]))
         params = [entry.params for entry in entries]
@@ -117,7 +103,7 @@ class SamplingTables:
         for entry in entries:
             self._set_features(entry)
 
-    def _set_features(self, entry: SlotSampling) -> None:
+    def _set_features(self, entry: SlotInit) -> None:
         slot, params = entry.slot, entry.params
         num_output = entry.num_tokens - entry.num_prompt_tokens
         filters = not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -150,7 +136,7 @@ class SamplingTables:
             self._stop_ids = _widened(self._stop_ids, len(entry.stop_ids), fill=-1)
             self._write_row(self._stop_ids, slot, list(entry.stop_ids), fill=-1)
 
-    def _set_counts(self, entry: SlotSampling) -> None:
+    def _set_counts(self, entry: SlotInit) -> None:
         if self._output_counts is None or self._in_prompt is None:
             shape = (self.max_num_seqs, self.vocab_size)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)

@@ -18,8 +18,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from qwen_engine.errors import QwenEngineError, RequestError
-from qwen_engine.request import INT64_MAX, INT64_MIN, SamplingParams, shown
+from qwen_engine.errors import QwenEngineError, RequestError, shown
+from qwen_engine.request import INT64_MAX, INT64_MIN, SamplingParams
 from qwen_engine.scheduling.block_manager import BlockTable, block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 

@@ -32,6 +32,11 @@ class SlotInit:
     stop_ids: Sequence[int]
     bad_word_ids: Sequence[Sequence[int]]
 
+    @property
+    def num_tokens(self) -> int:
+        """How many are known, from the very first."""
+        return self.first_token + len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -26,10 +26,10 @@ from qwen_engine.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    ResponsesBody,
     TokenizeBody,
 )
 from qwen_engine.server.responses import responses
+from qwen_engine.server.responses_protocol import ResponsesBody
 from qwen_engine.server.service import Service, check_token_ids
 
 _TITLE = "qwen-engine"

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from qwen_engine.frontend.output_processor import SampleDelta
-from qwen_engine.request import CompletionOutput, RequestSpec
+from qwen_engine.outputs import CompletionOutput
+from qwen_engine.request import RequestSpec
 from qwen_engine.server.chat_output import Message, delta_json
 from qwen_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from qwen_engine.server.protocol import ChatBody

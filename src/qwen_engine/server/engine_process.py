@@ -1,18 +1,14 @@
 """The engine's process under the server: builds `EngineCore` and runs its loop, fed by the API process.
 
-Started by `engine_client` as `python -m qwen_engine.server.engine_process` with a `wire.EngineProcessSpec` as a line of
-JSON on stdin. Stdin stays open for as long as the API process lives; its end, like the parent-death signal, ends this
-process at once. Commands and outputs go over one ZMQ pair socket (`wire`); `beat_fd` gets a byte twice a second while
-the loop is alive, so silence there is a hang and its end is the death of this process.
+Started by `engine_client`. Stdin stays open for as long as the API process lives; its end, like the parent-death
+signal, ends this process at once. Commands and outputs go over one ZMQ pair socket (`wire`); `beat_fd` gets a byte
+twice a second while the loop is alive, so silence there is a hang and its end is the death of this process.
 
 Signals are the API process's business: it decides when to drain and when to stop.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import json
 import logging
 import os
 import signal
@@ -24,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from qwen_engine import child_process
 from qwen_engine.errors import EngineDeadError, QwenEngineError, RequestError, summary
 from qwen_engine.server import log_format, wire
 from qwen_engine.server.constraint_queue import AddedCall, ConstraintQueue
@@ -41,7 +38,6 @@ MAX_FAILED_STEPS = 2
 """Steps that may fail one after the other before the engine gives up: the first may be a request's fault."""
 _COMPILE_POLL_S = 0.002
 _LINGER_MS = 2000
-_PR_SET_PDEATHSIG = 1
 
 
 class EngineLoop:
@@ -219,13 +215,8 @@ class _Heart(threading.Thread):
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    spec = wire.EngineProcessSpec(**json.loads(sys.stdin.readline()))
-    if os.getppid() != spec.parent_pid:
-        os._exit(1)  # the parent died before the signal was armed
+    spec = child_process.begin(wire.EngineProcessSpec)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     log_format.configure(spec.log_format, "[engine] ")
     logging.getLogger("qwen_engine").setLevel(spec.log_level)

@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from qwen_engine.request import Logprob, PositionLogprobs
+from qwen_engine.outputs import Logprob, PositionLogprobs
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 LOGPROB_FLOOR = -9999.0

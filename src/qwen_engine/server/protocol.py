@@ -13,20 +13,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from qwen_engine.errors import RequestError, shown
 from qwen_engine.request import MAX_LOGIT_BIAS, SamplingParams
 from qwen_engine.server.errors import ApiError, unsupported
-from qwen_engine.server.response_input import chat_tool, messages_of
-from qwen_engine.tokenization.tokenizer import is_unicode
 
 MAX_PROMPTS = 2048
 MAX_TIMEOUT_S = 86400.0
@@ -395,114 +386,6 @@ def _named_function(tool_choice: str | dict[str, Any]) -> str | None:
     function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
-
-
-class ResponsesChat(ChatBody):
-    """A chat that came to /v1/responses."""
-
-    client_names: ClassVar[Mapping[str, str]] = {
-        "messages": "input",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-    }
-
-
-class ReasoningOptions(Body):
-    effort: str | None = None
-    summary: Any = Field(None, description=IGNORED)
-
-
-class TextFormat(Body):
-    """`ResponseFormat` without its nesting."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-    def as_response_format(self) -> ResponseFormat:
-        schema = None if self.schema_ is None else JsonSchema(name=self.name or "", schema=self.schema_)
-        return ResponseFormat(type=self.type, json_schema=schema)
-
-
-class TextOptions(Body):
-    format: TextFormat | None = None
-    verbosity: Any = Field(None, description=IGNORED)
-
-
-class ResponsesBody(SamplingBody):
-    """POST /v1/responses. Nothing is stored: a follow-up sends the whole conversation.
-
-    Sampling parameters that OpenAI's API has not are taken all the same, as vLLM takes them there.
-    """
-
-    model: str | None = None
-    input: str | Items[dict[str, Any]]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    stream: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    tools: Items[dict[str, Any]] | None = Field(None, description="Functions, in the flat form.")
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled", "auto"] | None = None
-    previous_response_id: str | None = Field(None, description="Not supported: nothing is stored.")
-    background: bool | None = None
-    timeout: float | None = Field(None, description="As in completions.")
-    priority: int | None = None
-    cache_salt: str | None = None
-    metadata: Map[str] | None = Field(None, description="Returned as it came.")
-    user: Any = Field(None, description=IGNORED)
-    store: Any = Field(None, description=IGNORED)
-    service_tier: Any = Field(None, description=IGNORED)
-    safety_identifier: Any = Field(None, description=IGNORED)
-    prompt_cache_key: Any = Field(None, description=IGNORED)
-    include: Any = Field(None, description=IGNORED)
-    stream_options: Any = Field(None, description=IGNORED)
-
-    @field_validator("instructions")
-    @classmethod
-    def _check_instructions(cls, text: str | None) -> str | None:
-        """Here, as they are part of the messages afterwards."""
-        if text is not None and not is_unicode(text):
-            raise ValueError("it holds a lone surrogate (half of a UTF-16 pair)")
-        return text
-
-    def as_chat(self) -> ChatBody:
-        """The same request as a chat. Raises ApiError for what has no counterpart."""
-        if self.previous_response_id is not None:
-            raise unsupported("previous_response_id", "responses are not stored; send the whole conversation as input")
-        if self.background:
-            raise unsupported("background", "background is not supported")
-        if self.truncation == "auto":
-            raise unsupported("truncation", "truncation auto is not supported")
-        choice = self.tool_choice
-        if isinstance(choice, dict) and "name" in choice:
-            choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
-        text_format = None if self.text is None else self.text.format
-        return ResponsesChat(
-            model=self.model,
-            messages=self._messages(),
-            max_completion_tokens=self.max_output_tokens,
-            stream=self.stream,
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            tools=[Tool(**chat_tool(tool, f"tools[{index}]")) for index, tool in enumerate(self.tools or ())] or None,
-            tool_choice=choice if self.tools or choice != "auto" else None,
-            parallel_tool_calls=self.parallel_tool_calls,
-            response_format=None if text_format is None else text_format.as_response_format(),
-            timeout=self.timeout,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            **{name: getattr(self, name) for name in SamplingBody.model_fields},
-        )
-
-    def _messages(self) -> list[dict[str, Any]]:
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        return [*messages, *messages_of(self.input)]
 
 
 class TokenizeBody(Body):

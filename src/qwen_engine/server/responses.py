@@ -17,7 +17,8 @@ from starlette.responses import Response
 from qwen_engine.server.chat import new_parser, open_chat, parse_whole
 from qwen_engine.server.errors import as_api_error
 from qwen_engine.server.json_response import to_json
-from qwen_engine.server.protocol import ChatBody, ResponsesBody
+from qwen_engine.server.protocol import ChatBody
+from qwen_engine.server.responses_protocol import ResponsesBody
 from qwen_engine.server.service import Call, Service, log_unexpected
 from qwen_engine.tokenization.chat_output import ChatDelta, ReasoningDelta
 from qwen_engine.tokenization.tool_calls import ContentDelta, ToolArgumentsDelta, ToolCallStart

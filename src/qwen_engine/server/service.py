@@ -23,9 +23,10 @@ from qwen_engine.errors import RequestError, shown
 from qwen_engine.frontend.input_processor import InputProcessor
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.request import RequestSpec
-from qwen_engine.server.engine_client import EngineClient, EngineStatus, Generation
+from qwen_engine.server.engine_client import EngineClient, EngineStatus
 from qwen_engine.server.errors import ApiError, as_api_error, context_length_exceeded, unavailable
 from qwen_engine.server.gate import request_logger
+from qwen_engine.server.generation import Generation
 from qwen_engine.server.json_response import json_response, to_json
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.protocol import GenerationBody
@@ -165,12 +166,10 @@ class Service:
     def _admit(self, num_sequences: int) -> None:
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
-        status = self.client.status
-        if status is not EngineStatus.READY:
-            state = "is starting" if status is EngineStatus.STARTING else "has failed"
-            raise unavailable(
-                f"the engine {state}", f"engine_{'starting' if status is EngineStatus.STARTING else 'dead'}"
-            )
+        if self.client.status is EngineStatus.STARTING:
+            raise unavailable("the engine is starting", "engine_starting")
+        if self.client.status is not EngineStatus.READY:
+            raise unavailable("the engine has failed", "engine_dead")
         if num_sequences > MAX_SEQUENCES:
             raise ApiError(
                 400, f"prompts times n is {num_sequences}; at most {MAX_SEQUENCES} fit in a request", param="n"

@@ -8,15 +8,14 @@ A token that needs no more is a row of two: sequence and token id.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgpack
 
-from qwen_engine.request import Logprob, PositionLogprobs, RequestSpec, SequenceOutput
+from qwen_engine.outputs import Logprob, PositionLogprobs, SequenceOutput
+from qwen_engine.request import RequestSpec
 from qwen_engine.scheduling.plan_codec import decode_params, encode_params
 
 Message = Sequence[Any]
@@ -30,13 +29,8 @@ class EngineProcessSpec:
     model_folder: str
     address: str
     beat_fd: int
-    parent_pid: int
     log_level: int
     log_format: str
-
-    def line(self) -> bytes:
-        """As JSON, for the process's stdin."""
-        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
 
 
 class EngineStats(NamedTuple):

@@ -49,14 +49,9 @@ class ChatOutputParser:
         self._calls = ToolCallParser(parallel=parallel_tool_calls) if reads_calls else None
         self._is_named_choice = isinstance(tool_choice, Mapping)
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """For `usage.completion_tokens_details`: tokens up to the end of the thinking; exact if fed one at a time."""
-        return self._reasoning.num_reasoning_tokens
-
-    def feed(self, text: str, num_tokens: int = 1) -> list[ChatDelta]:
-        """What `text`, which `num_tokens` tokens brought, makes certain. No delta is empty."""
-        return self._deltas(*self._reasoning.feed(text, num_tokens))
+    def feed(self, text: str) -> list[ChatDelta]:
+        """What `text` makes certain. No delta is empty."""
+        return self._deltas(*self._reasoning.feed(text))
 
     def finish(self, finish_reason: str) -> tuple[list[ChatDelta], str]:
         """What was held back, and the reason to report: "tool_calls" for a stop after calls.

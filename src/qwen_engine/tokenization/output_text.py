@@ -6,27 +6,12 @@ string cuts at the same token whether it arrives alone or among others. Called b
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from qwen_engine.request import SamplingParams
 from qwen_engine.tokenization.detokenizer import IncrementalDetokenizer
 from qwen_engine.tokenization.reasoning import Part, ReasoningSplitter
 from qwen_engine.tokenization.stop import StopChecker
 from qwen_engine.tokenization.tokenizer import Tokenizer
-
-
-class TextParams(Protocol):
-    """The sampling parameters that shape text."""
-
-    @property
-    def stop(self) -> tuple[str, ...]: ...
-    @property
-    def include_stop_str_in_output(self) -> bool: ...
-    @property
-    def skip_special_tokens(self) -> bool: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def detokenize(self) -> bool: ...
 
 
 class OutputText:
@@ -41,7 +26,7 @@ class OutputText:
         self,
         tokenizer: Tokenizer | None,
         prompt_token_ids: Sequence[int],
-        params: TextParams,
+        params: SamplingParams,
         *,
         reasoning: ReasoningSplitter | None = None,
     ) -> None:

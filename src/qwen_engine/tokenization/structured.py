@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 import json
 import logging
-import os
 import queue
 import re
 import subprocess
@@ -27,8 +26,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qwen_engine import child_process
 from qwen_engine.errors import RequestError, shown, summary
-from qwen_engine.request import Request, StructuredOutputs
+from qwen_engine.request import Request
+from qwen_engine.structured_outputs import StructuredOutputs
 from qwen_engine.tokenization import grammar_check
 from qwen_engine.tokenization.grammar_size import PARAM, check_lark, check_regex, check_schema
 from qwen_engine.tokenization.reasoning import (
@@ -390,7 +391,7 @@ def _check_in_process(grammar: str) -> None:
             input=grammar.encode(),
             capture_output=True,
             timeout=CHECK_TIMEOUT_S,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=child_process.environment(),
             check=False,
         )
     except subprocess.TimeoutExpired as error:

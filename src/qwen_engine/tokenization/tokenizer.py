@@ -27,7 +27,8 @@ class Tokenizer:
     """Encodes, decodes and renders chats. Safe to share between threads.
 
     `backend` is the library's tokenizer, `config` the content of tokenizer_config.json (special token names, chat
-    template); `folder` is only used in messages. `special_ids` and `bytes_of_id` are for reading.
+    template); `folder` is only used in messages. `special_ids`, which `skip_special_tokens` hides (Qwen3's <think> and
+    <tool_call> are none), and `bytes_of_id` are for reading.
     """
 
     def __init__(
@@ -67,21 +68,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens written out in the text become their ids. RequestError if it is not Unicode."""
-        return self.encode_batch([text], add_special_tokens)[0]
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` for many texts, in parallel when there is more than one."""
-        for text in texts:
-            if not isinstance(text, str):
-                raise RequestError(f"a prompt must be a string, not {type(text).__name__}", param="prompt")
-            if not text.isascii() and not is_unicode(text):
-                raise RequestError(
-                    "the text holds a lone surrogate (half of a UTF-16 pair); send UTF-8", param="prompt"
-                )
-        # For one text too: unlike `encode`, this leaves the interpreter to other threads, for seconds if it is long.
-        return [
-            item.ids for item in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        ]
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt must be a string, not {type(text).__name__}", param="prompt")
+        if not text.isascii() and not is_unicode(text):
+            raise RequestError("the text holds a lone surrogate (half of a UTF-16 pair); send UTF-8", param="prompt")
+        # A batch: unlike `encode`, this leaves the interpreter to other threads, for seconds if the text is long.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD, unknown ids become nothing."""
@@ -113,35 +106,17 @@ class Tokenizer:
             template_kwargs=chat_template_kwargs,
         )
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """`chat_template_text` as ids. The template writes every special token itself, so encoding adds none.
 
         Raises RequestError, which names the field that is at fault.
         """
-        text = self.chat_template_text(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        text = self.chat_template_text(messages, **options)
         try:
             return self.encode(text, add_special_tokens=False)
         except RequestError as error:
-            is_fault_of_tools = not is_unicode(json.dumps(tools, ensure_ascii=False, default=str))
+            is_fault_of_tools = not is_unicode(json.dumps(options.get("tools"), ensure_ascii=False, default=str))
             raise error.renamed({"prompt": "tools" if is_fault_of_tools else "messages"}) from error
-
-    def is_special(self, id_: int) -> bool:
-        """Whether `skip_special_tokens` hides this id. Qwen3's <think> and <tool_call> are not special."""
-        return id_ in self.special_ids
 
     def token_id(self, text: str) -> int | None:
         """The added token that is spelled `text`, None if the tokenizer has none."""

@@ -6,7 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Self
 
 from qwen_engine.errors import QwenEngineError
 
@@ -25,13 +25,27 @@ class ChannelError(QwenEngineError, ConnectionError):
     """A channel that cannot be opened or attached to, or that can no longer keep its promise of order."""
 
 
-class Publisher(Protocol):
-    """The one writing end."""
+class _End(ABC):
+    """Can be used in a `with` statement."""
 
-    @property
-    def address(self) -> str:
-        """What subscribers pass to `connect`. Holds secrets."""
+    @abstractmethod
+    def close(self) -> None:
+        """Ends this side. May be repeated."""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Publisher(_End):
+    """The one writing end. Subscribers that are connected when it closes can still read all that was published."""
+
+    address: str
+    """What subscribers pass to `connect`. Holds secrets."""
+
+    @abstractmethod
     def publish(self, message: bytes) -> None:
         """Hands `message` to every subscriber; waits while one is too far behind.
 
@@ -39,43 +53,17 @@ class Publisher(Protocol):
         TimeoutError: a subscriber, named by its index, stayed behind. What `check` raises passes through.
         """
 
-    def close(self) -> None:
-        """Ends this side. Subscribers that are connected can still read all that was published. May be repeated."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
-class Subscriber(Protocol):
+class Subscriber(_End):
     """One reading end."""
 
+    @abstractmethod
     def receive(self, timeout_s: float | None = None) -> bytes:
         """The next message; waits for it, without end by default.
 
         TimeoutError: none came in time; the next call goes on where this one stopped. ChannelError: the data is
         damaged or a message is missing. What `check` raises passes through.
         """
-
-    def close(self) -> None:
-        """Ends this side. May be repeated."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
-class Closing(ABC):
-    """Lets both ends be used in a `with` statement."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def wait(

@@ -18,11 +18,13 @@ from qwen_engine.engine.channel.base import (
     SPIN_S,
     ChannelError,
     Check,
-    Closing,
+    Publisher,
+    Subscriber,
     check_open,
     check_size,
     wait,
 )
+from qwen_engine.engine.memory import available_host_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class _Ring:
         self.memory.close()
 
 
-class RingPublisher(Closing):
+class RingPublisher(Publisher):
     """Owns the segment: it lives as long as this end or a mapping of it."""
 
     def __init__(
@@ -164,7 +166,7 @@ class RingPublisher(Closing):
             os.close(self._fd)
 
 
-class RingSubscriber(Closing):
+class RingSubscriber(Subscriber):
     def __init__(self, address: str, index: int, *, timeout_s: float, check: Check) -> None:
         match = _RING_ADDRESS.fullmatch(address)
         if match is None:
@@ -257,7 +259,7 @@ def _reserve_segment(size_bytes: int) -> int:
     """A file descriptor of anonymous memory whose pages all exist: no later write can fail for want of them."""
     if not hasattr(os, "memfd_create"):
         raise ChannelError("the ring needs memfd_create, which this system lacks; use the zmq channel")
-    available = _available_bytes()
+    available = available_host_bytes()
     if size_bytes > available:
         raise ChannelError(f"ring needs {size_bytes} bytes of memory and {available} are available; use fewer slots")
     fd = os.memfd_create("qwen-engine-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -269,14 +271,6 @@ def _reserve_segment(size_bytes: int) -> int:
         os.close(fd)
         raise ChannelError(f"ring cannot reserve {size_bytes} bytes of memory: {error.strerror}") from error
     return fd
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ChannelError("/proc/meminfo has no line MemAvailable")
 
 
 def _map_segment(path: str, token: bytes) -> _Ring | OSError:

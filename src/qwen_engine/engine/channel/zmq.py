@@ -14,7 +14,16 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from qwen_engine.engine.channel.base import CHECK_PERIOD_S, ChannelError, Check, Closing, check_open, check_size, wait
+from qwen_engine.engine.channel.base import (
+    CHECK_PERIOD_S,
+    ChannelError,
+    Check,
+    Publisher,
+    Subscriber,
+    check_open,
+    check_size,
+    wait,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +37,7 @@ _ENVELOPE = struct.Struct("<QQ")  # sequence, size
 _ZMQ_ADDRESS = re.compile(r"(tcp://[^?]+)\?key=([0-9a-f]{64})&token=([0-9a-f]{32})")
 
 
-class ZmqPublisher(Closing):
+class ZmqPublisher(Publisher):
     """A ROUTER socket: every subscriber's connection is ordered and addressed on its own.
 
     The first `publish` waits until all subscribers have said who they are. From then on a broken connection is an
@@ -134,7 +143,7 @@ class ZmqPublisher(Closing):
             self._context.destroy()
 
 
-class ZmqSubscriber(Closing):
+class ZmqSubscriber(Subscriber):
     """A DEALER socket, connected to the publisher alone."""
 
     def __init__(self, address: str, index: int, *, timeout_s: float, check: Check) -> None:

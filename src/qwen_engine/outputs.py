@@ -1,0 +1,108 @@
+"""What a user gets: `RequestOutput` and its parts, and what one step brings the front end (`SequenceOutput`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Raw log-probability of one token at one position, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id → Logprob at one position: the top ones, and always the token that stands there."""
+
+
+class SequenceOutput(Protocol):
+    """What one step brought one sequence, as the front end reads it.
+
+    token_id: the token sampled, None for a step that only computed prompt tokens. prompt_logprobs: (index of the first
+    prompt token covered, one entry per token). scheduled_time: when it first got a slot, by `time.monotonic()`.
+    """
+
+    @property
+    def sequence_id(self) -> str: ...
+    @property
+    def token_id(self) -> int | None: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def stop_reason(self) -> int | str | None: ...
+    @property
+    def logprobs(self) -> PositionLogprobs | None: ...
+    @property
+    def prompt_logprobs(self) -> tuple[int, Sequence[PositionLogprobs]] | None: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def scheduled_time(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds; `arrival_time` is a `time.monotonic()` reading, the others are spans from it.
+
+    scheduled_s: until the first of its samples got a slot.
+    """
+
+    arrival_time: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a request. `finish_reason` is "stop", "length", "abort", or None while it runs.
+
+    stop_reason: the stop string or stop token id that ended it; None for end-of-sequence and length.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Raw log-probability of all tokens together; None if no logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token_id].logprob for token_id, entry in zip(self.token_ids, self.logprobs))
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Everything known of a request so far. `out["text"]`, `out["token_ids"]` are short for `out.outputs[0]`'s."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    metrics: RequestMetrics | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self:
+            return getattr(self.outputs[0], name)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")
