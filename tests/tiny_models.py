@@ -69,7 +69,7 @@ def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 330, marks: Seque
 def save_tokenizer(folder: Path, backend: tokenizers.Tokenizer) -> None:
     """With a chat template."""
     backend.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": CHAT_TEMPLATE}
+    config = {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
