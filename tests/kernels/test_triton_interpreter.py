@@ -240,7 +240,7 @@ def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
 
 
 @pytest.mark.parametrize("seq_lens", [[700, 0, 0, 0], [1, 64, 330, 0], [0, 0], [33, 40]], ids=str)
-@pytest.mark.parametrize("programs", [1, 7, 64, 4096])
+@pytest.mark.parametrize("programs", [1, 7, 64, 512])
 def test_the_device_counts_the_live_rows_and_shares_out_the_programs(seq_lens, programs, monkeypatch):
     monkeypatch.setattr(decode, "_LIVE_PROGRAMS", programs)
     checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, max_seq_len=4096, live_rows=True)
