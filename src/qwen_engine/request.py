@@ -104,7 +104,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            object.__setattr__(self, name, plain(getattr(self, name)))
+            value = getattr(self, name)
+            if (number := plain(value)) is not value:
+                object.__setattr__(self, name, number)
         check_integer("n", self.n, 1, MAX_SAMPLES)
         check_number("temperature", self.temperature, 0.0, 2.0)
         if 0 < self.temperature < GREEDY_TEMPERATURE:

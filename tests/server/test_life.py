@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -191,6 +192,38 @@ def test_an_engine_that_has_ended_is_not_healthy_while_its_last_words_are_awaite
             await client.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_an_engine_that_takes_its_time_to_be_gone_holds_up_nobody_and_its_last_words_count(chat_model, monkeypatch):
+    """As one that frees a GPU's memory: its heartbeat has ended, its process has not."""
+    config = EngineConfig(model=str(chat_model), device="cpu", kv_cache_bytes=2**26)
+    metrics, reasons = Metrics(prefix="test", model_name="m"), []
+    tokenizer = Tokenizer.from_folder(chat_model)
+    client = engine_client.EngineClient(config, chat_model, tokenizer, metrics, on_death=reasons.append)
+    may_give_up = threading.Event()
+
+    def wait(limit_s: float) -> int:
+        monkeypatch.undo()
+        assert may_give_up.wait(60.0)
+        raise subprocess.TimeoutExpired("engine", limit_s)
+
+    async def scenario() -> None:
+        try:
+            await client.start()
+            client._engine.last_words = "the GPU has fallen off the bus"
+            monkeypatch.setattr(client._engine.process, "wait", wait)
+            client._engine.process.kill()
+            while client.is_healthy:
+                await asyncio.sleep(0.01)
+            assert client.status is engine_client.EngineStatus.READY
+            may_give_up.set()
+            while not reasons:
+                await asyncio.sleep(0.01)
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+    assert reasons == ["the GPU has fallen off the bus"]
 
 
 def test_an_engine_that_cannot_be_started_is_dead_and_leaves_nothing(chat_model, monkeypatch, directories):

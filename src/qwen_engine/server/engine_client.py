@@ -66,6 +66,8 @@ class _EngineProcess:
         """Why it ended, as it said itself."""
         self.refused_config = False
         """It never ran, because of its options; `last_words` says which."""
+        self.ended = False
+        """Its heartbeat has; it may take a while to free a GPU and be gone."""
         with contextlib.ExitStack() as undo:
             self.directory: Path | None = _private_directory()
             undo.callback(self.remove_directory)
@@ -97,6 +99,7 @@ class _EngineProcess:
         """Reads the heartbeat; False once the process has ended."""
         with contextlib.suppress(BlockingIOError):
             if not os.read(self.beat_fd, 4096):
+                self.ended = True
                 return False
         self._last_beat = time.monotonic()
         return True
@@ -104,6 +107,13 @@ class _EngineProcess:
     @property
     def silence_s(self) -> float:
         return time.monotonic() - self._last_beat
+
+    async def exit_code(self, timeout_s: float) -> int | None:
+        """What the process has ended with; None if it does not within that time."""
+        try:
+            return await asyncio.to_thread(self.process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def remove_directory(self) -> None:
         if self.directory is not None:
@@ -189,7 +199,7 @@ class EngineClient:
     def is_healthy(self) -> bool:
         """The engine is ready and its heart beats."""
         engine = self._engine
-        if self.status is not EngineStatus.READY or engine is None or engine.process.returncode is not None:
+        if self.status is not EngineStatus.READY or engine is None or engine.ended:
             return False
         return engine.silence_s < SILENCE_LIMIT_S
 
@@ -301,11 +311,13 @@ class EngineClient:
                 if ready.done() and num_silent_turns * _WATCH_PERIOD_S > HANG_LIMIT_S:
                     engine.last_words = f"it gave no sign of life for {HANG_LIMIT_S:g} s"
                     engine.process.kill()
-            code = engine.process.wait(_END_WAIT_S)
-            if code > 0:  # it has said why, unless it could not
+            code = await engine.exit_code(_END_WAIT_S)
+            if code is None or code > 0:  # it has said why, unless it could not
                 await asyncio.wait([reader], timeout=_LAST_WORDS_S if ready.done() else _FIRST_WORDS_S)
             if engine.last_words is not None:
                 return engine.last_words
+            if code is None:
+                return f"its heart has stopped, and its process had not ended {_END_WAIT_S:g} s later"
             return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with code {code}"
         finally:
             loop.remove_reader(engine.beat_fd)
