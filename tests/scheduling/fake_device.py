@@ -294,6 +294,7 @@ class Driver:
             self.settle()
         else:
             assert not self.scheduler.has_work, "work is pending and nothing can move"
+        self.check_keys()
         return plan
 
     def abort(self, request_id: str) -> None:
@@ -326,6 +327,13 @@ class Driver:
         assert sorted(scheduler._free_slots) == list(range(self.max_num_seqs)), "slots were lost"
         scheduler.check()
         self.check_index()
+
+    def check_keys(self) -> None:
+        """The keys that live requests have, some from prompts before them, are those of their tokens."""
+        for request in self.scheduler.requests.values():
+            keys: list[bytes] = []
+            extend_block_keys(keys, request.token_ids, self.block_manager.block_size, request.cache_salt)
+            assert request.block_keys == keys[: len(request.block_keys)], f"{request.request_id} has another's keys"
 
     def check_index(self) -> None:
         """Every entry of the prefix index leads to the KV of exactly the text that its key stands for."""

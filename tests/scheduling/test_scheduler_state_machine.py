@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
@@ -15,10 +16,19 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from qwen_engine.errors import RequestError
+from qwen_engine.scheduling.block_manager import RecentPrompts
 
 SALTS = [None, None, "a", "b"]
 CONTEXTS = [[1] * 12, [1] * 12 + [2] * 9, [3, 4, 5] * 6]
 """Prompts begin with one of these, so that prefixes are shared, over whole blocks and parts of them."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_prompts_take_over_keys() -> Iterator[None]:
+    """As long ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecentPrompts, "_LEAST_TOKENS", 1)
+        yield
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -50,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         salt=st.sampled_from(SALTS),
         priority=st.integers(-1, 1),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
         constrained=st.booleans(),
     )
     def arrive(self, context, num_shared, rest, max_tokens, min_tokens, **options):
@@ -125,6 +136,7 @@ def soak(driver: Driver, rng: random.Random, num_steps: int) -> None:
                     eos_token_ids=rng.choice([(), (7,)]),
                     salt=rng.choice(SALTS),
                     priority=rng.randint(0, 2),
+                    prompt_logprobs=rng.choice([None] * 9 + [0]),
                     constrained=len(driver.requests) % 4 == 0,
                 )
         if rng.random() < 0.02 and scheduler.requests:

@@ -186,7 +186,8 @@ def test_an_engine_that_has_ended_is_not_healthy_while_its_last_words_are_awaite
             process.kill()
             while client.is_healthy:
                 await asyncio.sleep(0.01)
-            assert client.status is engine_client.EngineStatus.READY
+            assert client.status is engine_client.EngineStatus.DEAD
+            assert client._engine is not None
         finally:
             monkeypatch.undo()
             await client.close()
@@ -215,7 +216,8 @@ def test_an_engine_that_takes_its_time_to_be_gone_holds_up_nobody_and_its_last_w
             client._engine.process.kill()
             while client.is_healthy:
                 await asyncio.sleep(0.01)
-            assert client.status is engine_client.EngineStatus.READY
+            assert client.status is engine_client.EngineStatus.DEAD
+            assert client._engine is not None
             may_give_up.set()
             while not reasons:
                 await asyncio.sleep(0.01)

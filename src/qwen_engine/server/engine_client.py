@@ -66,8 +66,6 @@ class _EngineProcess:
         """Why it ended, as it said itself."""
         self.refused_config = False
         """It never ran, because of its options; `last_words` says which."""
-        self.ended = False
-        """Its heartbeat has; it may take a while to free a GPU and be gone."""
         with contextlib.ExitStack() as undo:
             self.directory: Path | None = _private_directory()
             undo.callback(self.remove_directory)
@@ -99,7 +97,6 @@ class _EngineProcess:
         """Reads the heartbeat; False once the process has ended."""
         with contextlib.suppress(BlockingIOError):
             if not os.read(self.beat_fd, 4096):
-                self.ended = True
                 return False
         self._last_beat = time.monotonic()
         return True
@@ -199,7 +196,7 @@ class EngineClient:
     def is_healthy(self) -> bool:
         """The engine is ready and its heart beats."""
         engine = self._engine
-        if self.status is not EngineStatus.READY or engine is None or engine.ended:
+        if self.status is not EngineStatus.READY or engine is None:
             return False
         return engine.silence_s < SILENCE_LIMIT_S
 
@@ -297,6 +294,8 @@ class EngineClient:
         def beat() -> None:
             if not engine.beats():
                 loop.remove_reader(engine.beat_fd)
+                if self.status is EngineStatus.READY:
+                    self.status = EngineStatus.DEAD  # though it may take a while to free a GPU and be gone
                 ended.set()
 
         loop.add_reader(engine.beat_fd, beat)
