@@ -36,6 +36,7 @@ from qwen_engine.layers.embedding import VocabParallelEmbedding
 OF_FUNCTION = {
     "embed_tokens": "embedding",
     "qk_norm_rope_kv_write": "rope, KV write",
+    "split_decodes": "attention",
     "decode_attention": "attention",
     "prefill_attention": "attention",
     "push_add_rms_norm": "all-reduce",

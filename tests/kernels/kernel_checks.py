@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -200,6 +201,24 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     return out
 
 
+def split_decodes(
+    impl: ModuleType,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    live_rows: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> tuple[Any, ...]:
+    """For a `decode_attention` that comes next: as if launches lay in between."""
+    splits = impl.split_decodes(k_cache, block_tables, slots, seq_lens, max_seq_len, live_rows, programs)
+    if k_cache.is_cuda:
+        torch.cuda.synchronize()
+    return splits
+
+
 def check_attention(
     impl: ModuleType,
     device: str,
@@ -210,7 +229,7 @@ def check_attention(
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
-    num_splits: int | None = None,
+    programs: int | None = None,
     max_seq_len: int | None = None,
     decode: bool = False,
     live_rows: bool = False,
@@ -246,9 +265,8 @@ def check_attention(
         if decode:
             bound = max_seq_len or max(seq_lens)
             live = num_live if live_rows else None
-            result = impl.decode_attention(
-                q, *caches, lengths, scale, bound, out, live_rows=live, num_splits=num_splits
-            )
+            splits = split_decodes(impl, *caches, lengths, bound, live, programs)
+            result = impl.decode_attention(q, *caches, lengths, scale, splits, out)
         else:
             result = impl.prefill_attention(
                 q, *caches, query_start, lengths, scale, max(query_lens), max(seq_lens), out
@@ -275,7 +293,7 @@ def check_decode(
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
-    num_splits: int | None = None,
+    programs: int | None = None,
     max_seq_len: int | None = None,
     live_rows: bool = False,
 ) -> None:
@@ -288,7 +306,7 @@ def check_decode(
         heads=heads,
         head_dim=head_dim,
         block_size=block_size,
-        num_splits=num_splits,
+        programs=programs,
         max_seq_len=max_seq_len,
         decode=True,
         live_rows=live_rows,

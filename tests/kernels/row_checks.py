@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
-from kernel_checks import cache_rows, generator, make_pages, normal
+from kernel_checks import cache_rows, generator, make_pages, normal, split_decodes
 
 
 def check_rows(function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> None:
@@ -111,9 +111,12 @@ def check_attention(
         )
         return result[: last - first]
 
-    def decode(lens: torch.Tensor, max_seq_len: int, **options: int | None) -> torch.Tensor:
-        rows = lens.long() - 1
-        return impl.decode_attention(q[rows], *caches, slot.repeat(len(lens)), lens, scale, max_seq_len, **options)
+    def decode(
+        lens: torch.Tensor, max_seq_len: int, live_rows: torch.Tensor | None = None, programs: int | None = None
+    ) -> torch.Tensor:
+        rows, slots = lens.long() - 1, slot.repeat(len(lens))
+        splits = split_decodes(impl, *caches, slots, lens, max_seq_len, live_rows, programs)
+        return impl.decode_attention(q[rows], *caches, slots, lens, scale, splits)
 
     slot = pages.slots[:1]
     expected = prefill(0, length, slot)
@@ -123,8 +126,8 @@ def check_attention(
         assert torch.equal(torch.cat(parts), expected), ends
     lens = int32(*decoded)
     last_tokens = expected[lens.long() - 1]
-    for num_splits in (None, 1, 3):
-        assert torch.equal(decode(lens, length, num_splits=num_splits), last_tokens), num_splits
+    for programs in (None, 1, 3 * len(lens) * num_kv_heads):
+        assert torch.equal(decode(lens, length, programs=programs), last_tokens), programs
     assert torch.equal(decode(lens, 5 * length), last_tokens)
     assert torch.equal(decode(lens[-1:], length), last_tokens[-1:])
     padded = torch.cat([lens, torch.zeros_like(lens)])

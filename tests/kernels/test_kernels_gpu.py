@@ -53,8 +53,8 @@ def test_rope_writes_only_the_pages_of_live_tokens(dtype, heads, head_dim, block
 @pytest.mark.parametrize("heads", checks.HEADS[::2], ids=str)
 def test_attention_around_block_and_tile_edges_equals_fp64(dtype, heads, head_dim, block_size):
     for seq_lens in checks.SEQ_LENS:
-        for num_splits in (None, 1, 3):
-            checks.check_decode(gpu, "cuda", dtype, seq_lens, heads, head_dim, block_size, num_splits)
+        for programs in (None, 1, 3 * len(seq_lens) * heads[1]):
+            checks.check_decode(gpu, "cuda", dtype, seq_lens, heads, head_dim, block_size, programs)
     for spans in checks.SPANS:
         checks.check_prefill(gpu, "cuda", dtype, spans, heads, head_dim, block_size)
 
@@ -71,8 +71,8 @@ def test_attention_takes_other_head_sizes(dtype, head_dim):
 @pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
 @pytest.mark.parametrize(("batch", "longest"), [(1, 4096), (3, 40960), (16, 16384), (64, 4096)])
 def test_decode_attention_over_long_contexts_equals_fp64(dtype, heads, batch, longest):
-    for num_splits in (None, 1):
-        checks.check_decode(gpu, "cuda", dtype, lengths(batch, longest), heads, 128, 16, num_splits)
+    for programs in (None, 1, 4096):
+        checks.check_decode(gpu, "cuda", dtype, lengths(batch, longest), heads, 128, 16, programs)
 
 
 @dtypes
@@ -121,7 +121,8 @@ def test_attention_reaches_pages_past_2_to_the_31_elements():
     seq_lens = slots + length
     query_start = torch.tensor([0, length], dtype=torch.int32, device="cuda")
     out = gpu.prefill_attention(q, k_cache, v_cache, table, slots, query_start, seq_lens, 0.1, length, length)
-    last = gpu.decode_attention(q[-1:], k_cache, v_cache, table, slots, seq_lens, 0.1, length)
+    splits = checks.split_decodes(gpu, k_cache, v_cache, table, slots, seq_lens, length)
+    last = gpu.decode_attention(q[-1:], k_cache, v_cache, table, slots, seq_lens, 0.1, splits)
     k, v = (cache[-used:].transpose(1, 2).flatten(0, 1)[:length].double() for cache in (k_cache, v_cache))
     expected = checks.naive_attention(q.double(), k, v, 0.1)
     checks.assert_close(gpu, out, expected)
@@ -296,7 +297,7 @@ def test_cuda_tensors_are_dispatched_to_triton():
 
 
 def test_a_captured_decode_follows_lengths_that_change_on_the_device():
-    """The grid comes from the host's bound, the lengths from the device, so one graph serves every length below it."""
+    """The grid comes from the number of rows, the lengths from the device, so one graph serves them all."""
     rng = checks.generator("cuda", 9)
     pages = checks.make_pages(rng, [512, 512], num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
     dense = []
@@ -307,11 +308,17 @@ def test_a_captured_decode_follows_lengths_that_change_on_the_device():
         dense.append((k.double(), v.double()))
     q = checks.normal(rng, 2, 8, 64, dtype=torch.float32)
     seq_lens = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
-    arguments = (q, pages.k_cache, pages.v_cache, pages.block_tables, pages.slots, seq_lens, 0.125, 512)
-    gpu.decode_attention(*arguments)
+    tables = (pages.block_tables, pages.slots, seq_lens)
+
+    def decode() -> torch.Tensor:
+        splits = gpu.split_decodes(pages.k_cache, *tables, 512)
+        queries = q.clone()  # a launch between the two
+        return gpu.decode_attention(queries, pages.k_cache, pages.v_cache, *tables, 0.125, splits)
+
+    decode()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = gpu.decode_attention(*arguments)
+        out = decode()
     for pair in ([512, 3], [64, 65], [1, 300]):
         seq_lens.copy_(torch.tensor(pair))
         graph.replay()

@@ -84,8 +84,8 @@ def test_attention_of_a_row_ignores_the_rest_of_the_batch():
     q = checks.normal(rng, 4, 4, 32, dtype=torch.float32)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     tables = (pages.k_cache, pages.v_cache, pages.block_tables)
-    together = reference.decode_attention(q, *tables, pages.slots, seq_lens, 0.2, 40)
-    alone = reference.decode_attention(q[1:2], *tables, pages.slots[1:2], seq_lens[1:2], 0.2, 33)
+    together = reference.decode_attention(q, *tables, pages.slots, seq_lens, 0.2, (40,))
+    alone = reference.decode_attention(q[1:2], *tables, pages.slots[1:2], seq_lens[1:2], 0.2, (33,))
     assert torch.equal(together[1:2], alone)
 
 

@@ -3,6 +3,8 @@
 import kernel_checks as checks
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if torch.cuda.is_available():
     pytest.skip("test_kernels_gpu.py runs the compiled kernels here", allow_module_level=True)
@@ -12,13 +14,11 @@ import triton.language as tl  # noqa: E402
 
 from qwen_engine.kernels import gpu, reference  # noqa: E402
 from qwen_engine.kernels.gpu import (  # noqa: E402
-    decode,
     filters,
     prefill,
     tiled_linear,
 )
 from qwen_engine.kernels.gpu.common import num_sms  # noqa: E402
-from qwen_engine.kernels.gpu.decode import choose_num_splits, splits_to_fill  # noqa: E402
 from qwen_engine.kernels.gpu.prefill import _rows_and_span  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
@@ -53,9 +53,9 @@ def test_rope_writes_only_the_pages_of_live_tokens(dtype, heads, head_dim, block
 
 @dtypes
 @pytest.mark.parametrize("seq_lens", checks.SEQ_LENS, ids=str)
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_decode_attention_equals_fp64(dtype, seq_lens, num_splits):
-    checks.check_decode(gpu, "cpu", dtype, seq_lens, (4, 2), 64, 16, num_splits)
+@pytest.mark.parametrize("programs", [1, 30])
+def test_decode_attention_equals_fp64(dtype, seq_lens, programs):
+    checks.check_decode(gpu, "cpu", dtype, seq_lens, (4, 2), 64, 16, programs)
 
 
 @pytest.mark.parametrize("heads", checks.HEADS, ids=str)
@@ -218,32 +218,65 @@ def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, voc
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
 
 
-def test_number_of_splits_fills_the_device_and_bounds_the_longest_program():
-    sms = 132
-    fill = splits_to_fill(1, 8, sms)
-    assert fill * 8 >= 3 * sms
-    # A graph's bound is the context limit; what a short row uses of the grid is decided on the device.
-    assert choose_num_splits(fill, 4096, 8) == choose_num_splits(fill, 40960, 8) == fill
-    assert splits_to_fill(256, 8, sms) == 1
-    assert choose_num_splits(1, 1024, 8) == 1
-    assert choose_num_splits(1, 16384, 8) == 8
-    assert choose_num_splits(1, 40960, 256 * 8) == 8  # not 20: most programs of such a grid have nothing to do
-    assert choose_num_splits(fill, 1, 8) == 1
-    assert choose_num_splits(fill, 0, 0) == 1
-    assert choose_num_splits(fill, 2**30, 8) == 128
+def _split(lengths, kv_heads, programs, live=None):
+    """The pieces of each row, as (start, end), and what the kernel wrote for the rows in several."""
+    cache = torch.empty(1, kv_heads, 16, 128, dtype=torch.bfloat16)
+    slots = torch.tensor([-1 if n == 0 else row for row, n in enumerate(lengths)], dtype=torch.int32)
+    live_rows = None if live is None else torch.tensor([live], dtype=torch.int32)
+    with checks.poisoned_allocations():
+        splits = gpu.split_decodes(
+            cache, torch.empty(256, 1), slots, torch.tensor(lengths, dtype=torch.int32), 1 << 17, live_rows, programs
+        )
+    found, ended = [[] for _ in lengths], False
+    first_of = {}
+    for index, (row, slot, start, end, count, *_) in enumerate(splits.pieces.tolist()):
+        assert not (ended and row >= 0), "a piece behind the end of the list"
+        ended |= row < 0
+        if row >= 0:
+            assert slot == slots[row]
+            first_of.setdefault(row, index)
+            assert index - first_of[row] == len(found[row]) < count
+            found[row].append((start, end))
+    joined = {row: (first, count) for row, first, count, _ in splits.split_rows.tolist() if row >= 0}
+    assert joined == {row: (first_of[row], len(found[row])) for row in first_of if len(found[row]) > 1}
+    return found
 
 
-@pytest.mark.parametrize("max_seq_len", [64, 300, 4096])
-def test_the_bound_of_the_lengths_is_only_a_bound(max_seq_len):
-    """Short rows under a long bound: most of the grid has nothing to do, and its outputs stay unread."""
-    checks.check_decode(gpu, "cpu", torch.float32, [1, 64, 0, 33], (4, 2), 64, 16, max_seq_len=max_seq_len)
+@settings(max_examples=60)
+@given(
+    st.lists(st.one_of(st.just(0), st.integers(1, 600), st.integers(1, 40960)), min_size=1, max_size=100),
+    st.sampled_from([1, 4, 8]),
+    st.sampled_from([1, 40, 528]),
+)
+def test_the_pieces_of_a_batch_are_its_rows(lengths, kv_heads, programs):
+    for length, pieces in zip(lengths, _split(lengths, kv_heads, programs)):
+        starts, ends = zip(*pieces)
+        assert starts[0] == 0
+        assert ends[-1] == length
+        assert starts[1:] == ends[:-1]
+        assert all(start % 16 == 0 for start in starts)
+        assert len(pieces) == 1 or all(start < end for start, end in pieces)
+
+
+def test_pieces_keep_the_device_busy_and_equal_rows_whole():
+    """528 programs at once, as on 132 multiprocessors."""
+    assert len(_split([4096], 8, 528)[0]) == 64
+    assert [len(pieces) for pieces in _split([1152] * 64, 8, 528)] == [1] * 64
+    assert [len(pieces) for pieces in _split([1024] * 100, 8, 528)] == [1] * 100
+    counts = [len(pieces) for pieces in _split([300] * 63 + [40960], 8, 528)]
+    assert counts[:63] == [1] * 63
+    assert counts[63] > 40
+
+
+def test_only_live_rows_have_pieces():
+    assert [len(pieces) for pieces in _split([70, 900, 50, 60], 2, 8, live=2)][2:] == [0, 0]
+    assert _split([0, 0], 2, 8, live=0) == [[], []]
 
 
 @pytest.mark.parametrize("seq_lens", [[700, 0, 0, 0], [1, 64, 330, 0], [0, 0], [33, 40]], ids=str)
 @pytest.mark.parametrize("programs", [1, 7, 64, 512])
-def test_the_device_counts_the_live_rows_and_shares_out_the_programs(seq_lens, programs, monkeypatch):
-    monkeypatch.setattr(decode, "_LIVE_PROGRAMS", programs)
-    checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, max_seq_len=4096, live_rows=True)
+def test_the_device_counts_the_live_rows_and_shares_out_the_programs(seq_lens, programs):
+    checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, programs, 4096, live_rows=True)
 
 
 @dtypes

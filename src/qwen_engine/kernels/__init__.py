@@ -14,20 +14,25 @@ Conventions shared by all of them:
 - The KV cache of a layer is two tensors [num_blocks, num_kv_heads, block_size, head_dim]; block_size is a power of two.
   Token `p` of a slot lies in block `block_tables[slot, p // block_size]` at row `p % block_size`. Cache rows past
   a sequence's length are never read, whatever they hold.
-- Weights, slots, positions, lengths and block tables are not written by the very launch before a call: on a GPU a
-  kernel may read them before that launch has ended (`gpu/common.py`, programmatic dependent launch).
+- Weights, slots, positions, lengths, block tables and splits are not written by the very launch before a call: on a
+  GPU a kernel may read them before that launch has ended (`gpu/common.py`, programmatic dependent launch). The only
+  one that waits for them is `split_decodes`.
 - One-dimensional arguments are contiguous, and so is the last dimension of every other one.
 - Arithmetic is fp32 inside, rounded once to the output's dtype (bf16, fp16 or fp32).
 """
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from qwen_engine.distributed.peer_memory import PeerMemory
 from qwen_engine.kernels import deterministic as deterministic_reference
 from qwen_engine.kernels import reference
+
+DecodeSplits = tuple[Any, ...]
+"""Of a backend's own kind."""
 
 
 def _backend(tensor: torch.Tensor, deterministic: bool = False) -> ModuleType:
@@ -147,6 +152,29 @@ def qk_norm_rope_kv_write(
     )
 
 
+def split_decodes(
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    live_rows: torch.Tensor | None = None,
+    *,
+    programs: int | None = None,
+    deterministic: bool = False,
+) -> DecodeSplits:
+    """How the programs of `decode_attention` share out its rows: the same for every layer of a step.
+
+    seq_lens: int32 [rows], tokens to attend to with the new one included, 0 for padding. max_seq_len: an upper bound
+    of them known to the host. live_rows: int32 [1], where the host does not know when it launches how many rows, the
+    first ones, are no padding; outputs of padding are then arbitrary. programs: about how many run at once; what the
+    device has room for when None.
+    """
+    return _backend(k_cache, deterministic).split_decodes(
+        k_cache, block_tables, slots, seq_lens, max_seq_len, live_rows, programs
+    )
+
+
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -155,33 +183,18 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    max_seq_len: int,
+    splits: DecodeSplits,
     out: torch.Tensor | None = None,
     *,
-    live_rows: torch.Tensor | None = None,
-    num_splits: int | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
     """Attention of one query token per row over the paged cache; gives [rows, num_heads, head_dim].
 
-    q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows], tokens to attend to with the new one
-    included, 0 for padding. max_seq_len: an upper bound of seq_lens known to the host. live_rows: int32 [1], where
-    the host does not know when it launches how many rows, the first ones, are no padding; outputs of padding are then
-    arbitrary. num_splits: at most how many programs share one row and KV head; chosen from shape and bound when None.
-    deterministic: a token has the same bits as in `prefill_attention`, too.
+    q: [rows, num_heads, head_dim], rows may be strided. seq_lens: int32 [rows]. splits: what `split_decodes` has given
+    for these rows. deterministic: a token has the same bits as in `prefill_attention`, too.
     """
     return _backend(q, deterministic).decode_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        slots,
-        seq_lens,
-        scale,
-        max_seq_len,
-        out,
-        live_rows=live_rows,
-        num_splits=num_splits,
+        q, k_cache, v_cache, block_tables, slots, seq_lens, scale, splits, out
     )
 
 

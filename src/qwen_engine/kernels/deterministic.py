@@ -7,6 +7,7 @@ import torch
 
 from qwen_engine.kernels import reference
 from qwen_engine.kernels.reference import add_rms_norm as add_rms_norm
+from qwen_engine.kernels.reference import split_decodes as split_decodes
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -25,16 +26,13 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    max_seq_len: int,
+    splits: tuple[int],
     out: torch.Tensor | None = None,
-    *,
-    live_rows: torch.Tensor | None = None,
-    num_splits: int | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     caches = (k_cache, v_cache, block_tables)
     for query, slot, seq_len, result in zip(q.split(1), slots.split(1), seq_lens.split(1), out.split(1)):
-        reference.decode_attention(query.clone(), *caches, slot, seq_len, scale, max_seq_len, result)
+        reference.decode_attention(query.clone(), *caches, slot, seq_len, scale, splits, result)
     return out
 
 
@@ -58,5 +56,5 @@ def prefill_attention(
     behind = query_start[row + 1] - 1 - torch.arange(first, last)
     lengths = torch.where(seq_lens[row] > 0, seq_lens[row] - behind, 0)
     queries, results = q[first:last], out[first:last]
-    decode_attention(queries, k_cache, v_cache, block_tables, slots[row], lengths, scale, max_seq_len, results)
+    decode_attention(queries, k_cache, v_cache, block_tables, slots[row], lengths, scale, (max_seq_len,), results)
     return out

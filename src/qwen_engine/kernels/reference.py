@@ -90,6 +90,18 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def split_decodes(
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    live_rows: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> tuple[int]:
+    return (max_seq_len,)
+
+
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -98,16 +110,11 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    max_seq_len: int,
+    splits: tuple[int],
     out: torch.Tensor | None = None,
-    *,
-    live_rows: torch.Tensor | None = None,
-    num_splits: int | None = None,
 ) -> torch.Tensor:
     query_start = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    return prefill_attention(
-        q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, 1, max_seq_len, out
-    )
+    return prefill_attention(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, 1, *splits, out)
 
 
 def prefill_attention(

@@ -44,6 +44,20 @@ class AttentionMetadata:
     max_query_len: int
     max_chunk_len: int
 
+    def split_decodes(self, k_cache: torch.Tensor, *, deterministic: bool) -> kernels.DecodeSplits:
+        """How the decoding rows are shared out in every layer; nothing where there are none."""
+        if not len(self.decode_slots):
+            return ()
+        return kernels.split_decodes(
+            k_cache,
+            self.block_tables,
+            self.decode_slots,
+            self.decode_seq_lens,
+            self.max_decode_len,
+            self.num_decodes,
+            deterministic=deterministic,
+        )
+
 
 class Attention(nn.Module):
     """This rank's heads. K and V heads are copied to several ranks when there are more ranks than KV heads."""
@@ -83,9 +97,15 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
 
     def forward(
-        self, hidden: torch.Tensor, metadata: AttentionMetadata, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        metadata: AttentionMetadata,
+        splits: kernels.DecodeSplits,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden: [tokens, hidden]; k_cache, v_cache: this layer's [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """hidden: [tokens, hidden]; splits: `metadata.split_decodes`, the same for all layers; k_cache, v_cache: this
+        layer's [num_blocks, num_kv_heads, block_size, head_dim]."""
         q = kernels.qk_norm_rope_kv_write(
             self.qkv_proj(hidden),
             self.q_norm.weight,
@@ -110,9 +130,8 @@ class Attention(nn.Module):
                 metadata.decode_slots,
                 metadata.decode_seq_lens,
                 self.scale,
-                metadata.max_decode_len,
+                splits,
                 out=out[:rows],
-                live_rows=metadata.num_decodes,
                 deterministic=self._deterministic,
             )
         if metadata.max_query_len:  # after the decoding rows, whose padding may have overwritten outputs of chunks

@@ -7,7 +7,7 @@ environment before Triton is imported, the same functions take CPU tensors.
 
 from qwen_engine.kernels.gpu import deterministic
 from qwen_engine.kernels.gpu.bookkeeping import advance, advance_to_best, decode_inputs
-from qwen_engine.kernels.gpu.decode import decode_attention
+from qwen_engine.kernels.gpu.decode import decode_attention, split_decodes
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
 from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
 from qwen_engine.kernels.gpu.launching import compile_launched
@@ -39,5 +39,6 @@ __all__ = [
     "rms_norm",
     "silu_mul",
     "slot_argmax",
+    "split_decodes",
     "token_logprobs",
 ]

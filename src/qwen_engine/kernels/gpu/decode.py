@@ -1,15 +1,15 @@
 """Split-KV decode attention.
 
-Stage 1: one program per (row, KV head, split) walks its share of the row's pages with all query heads of the KV head in
-one dot, by online softmax, and leaves its softmax-weighted mean of V and the base-2 logarithm of its softmax
-denominator. Stage 2 weighs the partials of a (row, head) by those logarithms. The lengths are read on the device, which
-decides how many splits of the grid a row uses; the grid follows from the number of rows and the host's bound of the
-lengths alone, so that one captured call serves every length below the bound.
+Once a step, `split_decodes` cuts the rows into pieces that keep the device busy; every layer then takes two launches.
+The first has a program for each (piece, KV head), which walks the piece's pages with all query heads of the KV head in
+one dot, by online softmax. A row in one piece is then done; of the others it leaves the softmax-weighted mean of V and
+the base-2 logarithm of the softmax denominator, by which the second launch weighs the pieces of a row.
 
-Programs without work come last: between the others they would leave some multiprocessors with twice the work of most.
-With `live_rows` the device also reads how many rows there are, and the programs of a fixed grid share out the splits of
-as many as that.
+Lengths are read on the device and the grids follow from the number of rows alone, so that one captured call serves all
+lengths.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,7 @@ from qwen_engine.kernels.gpu.common import (
     next_power_of_2,
     num_sms,
     pdl_options,
+    rows_to_search,
     wait_for_inputs,
 )
 from qwen_engine.kernels.gpu.launching import Kernel
@@ -34,45 +35,105 @@ _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 # and tiles of 4 KB (a 16-token page of head size 128 in bf16) of K and of V.
 _TILE_BYTES = 4096
 _PROGRAMS_PER_SM = 4
-_MAX_SPLITS = tl.constexpr(128)
-_MAX_PROGRAMS = 16384
-_LIVE_PROGRAMS = 4096  # splits of all KV heads of all rows, where the device reads how many live
-_COMBINED_AT_ONCE = tl.constexpr(16)
-_MIN_SPLIT_TOKENS = tl.constexpr(32)
-_MAX_SPLIT_TOKENS = tl.constexpr(2048)
+_FINER = 2  # with many rows, the pieces of a long one are shorter than an even share, to even out what is left
+_MANY = 64  # rows times KV heads
+_MAX_PIECES = tl.constexpr(128)  # of a row
+_MIN_PIECE = tl.constexpr(32)  # tokens
+_SHORT_PIECE = tl.constexpr(256)  # tokens that are not worth a finer cut
+_SLACK = tl.constexpr(128)  # tokens beyond its share that a row takes alone, for what joining its pieces would cost
+_PIECE_WORDS = tl.constexpr(8)  # row (-1: none), slot, first token, end, pieces of the row
+_ROW_WORDS = tl.constexpr(4)  # row (-1: none), its first piece, their number
+_PIECES_AT_ONCE = 32
+_JOINED_AT_ONCE = tl.constexpr(16)
+
+
+class DecodeSplits(NamedTuple):
+    """What `split_decodes` has made of the rows. pieces: int32 [room, _PIECE_WORDS], those of a row in order;
+    split_rows: int32 [room, _ROW_WORDS], the rows in several pieces."""
+
+    pieces: torch.Tensor
+    split_rows: torch.Tensor
 
 
 @triton.jit
-def _tokens_per_split(seq_len, fill, num_splits, BLOCK_N: tl.constexpr):
-    """Tokens each used split of a row takes, a multiple of BLOCK_N: `fill` splits, more so that none is too long, fewer
-    so that none is too short."""
-    wanted = tl.maximum(fill, tl.cdiv(seq_len, _MAX_SPLIT_TOKENS))
-    used = tl.minimum(tl.minimum(wanted, tl.cdiv(seq_len, _MIN_SPLIT_TOKENS)), num_splits)
-    return tl.cdiv(tl.cdiv(seq_len, tl.maximum(used, 1)), BLOCK_N) * BLOCK_N
-
-
-@triton.jit
-def _shared_out(fill, num_splits, live_rows, num_kv_heads, LIVE: tl.constexpr):
-    """(splits per row that keep the device busy, room for splits per row, live rows). With LIVE the first two come as
-    what all KV heads of all live rows share; without, the number of rows is of no interest."""
-    num_live = 1
-    if LIVE:
-        num_live = tl.maximum(tl.load(live_rows), 1)
-        num_splits = tl.minimum(tl.maximum(num_splits // (num_live * num_kv_heads), 1), _MAX_SPLITS)
-        fill = tl.minimum(tl.maximum(fill // (num_live * num_kv_heads), 1), num_splits)
-    return fill, num_splits, num_live
+def _cut(length, share, piece, TILE: tl.constexpr):
+    """(pieces of a row, at least one; tokens of each but the last, a multiple of TILE)."""
+    is_whole = length <= share + share // 2 + _SLACK
+    wanted = tl.where(is_whole, 1, tl.cdiv(length, piece))
+    span = tl.maximum(tl.cdiv(tl.cdiv(length, wanted), TILE), 1) * TILE
+    return tl.maximum(tl.cdiv(length, span), 1), span
 
 
 @Kernel
-@triton.jit(do_not_specialize=["fill", "num_splits"])
-def _split_kernel(
+@triton.jit(do_not_specialize=["rows", "fill", "finer", "num_pieces", "num_split_rows"])
+def _split_rows_kernel(
+    slots,
+    seq_lens,
+    live_rows,
+    pieces,
+    split_rows,
+    rows,
+    fill,
+    finer,
+    num_pieces,
+    num_split_rows,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    row = tl.arange(0, ROWS)
+    if LIVE:
+        rows = tl.minimum(tl.load(live_rows), rows)
+    inside = row < rows
+    is_padding = tl.load(slots + row, mask=inside, other=-1) < 0
+    length = tl.where(is_padding, 0, tl.load(seq_lens + row, mask=inside, other=0))
+    # At most fill * finer pieces, and one more of every row: what there is room for.
+    share = tl.maximum(tl.cdiv(tl.sum(length, 0), fill), _MIN_PIECE)
+    piece = tl.maximum(tl.cdiv(share, finer), tl.minimum(share, _SHORT_PIECE))
+    piece = tl.maximum(piece, tl.cdiv(tl.max(length, 0), _MAX_PIECES))
+    count, _ = _cut(length, share, piece, TILE)
+    count = tl.where(inside, count, 0)
+    end = tl.cumsum(count, 0)
+
+    index = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    exists = index < tl.sum(count, 0)
+    before = end[None, :] <= index[:, None]
+    of_row = tl.where(exists, tl.sum(before.to(tl.int32), 1), 0)
+    first = tl.max(tl.where(before, end[None, :], 0), 1)
+    slot = tl.load(slots + of_row, mask=exists, other=-1)
+    length_of_row = tl.where(slot < 0, 0, tl.load(seq_lens + of_row, mask=exists, other=0))
+    count_of_row, span = _cut(length_of_row, share, piece, TILE)
+    start = (index - first) * span
+    target = pieces + index * _PIECE_WORDS
+    has_room = index < num_pieces
+    tl.store(target, tl.where(exists, of_row, -1), mask=has_room)
+    tl.store(target + 1, slot, mask=has_room)
+    tl.store(target + 2, start, mask=has_room)
+    tl.store(target + 3, tl.minimum(start + span, length_of_row), mask=has_room)
+    tl.store(target + 4, count_of_row, mask=has_room)
+
+    if tl.program_id(0) == 0:
+        is_split = (count > 1).to(tl.int32)
+        entry = split_rows + (tl.cumsum(is_split, 0) - 1) * _ROW_WORDS
+        tl.store(entry, row, mask=is_split != 0)
+        tl.store(entry + 1, end - count, mask=is_split != 0)
+        tl.store(entry + 2, count, mask=is_split != 0)
+        is_left = (row >= tl.sum(is_split, 0)) & (row < num_split_rows)
+        tl.store(split_rows + row * _ROW_WORDS, -1, mask=is_left)
+
+
+@Kernel
+@triton.jit
+def _pieces_kernel(
     q,
     k_cache,
     v_cache,
     block_tables,
-    slots,
-    seq_lens,
-    live_rows,
+    pieces,
     out,
     partial_out,
     partial_lse,
@@ -84,49 +145,33 @@ def _split_kernel(
     table_stride,
     cache_stride_block,
     cache_stride_head,
-    fill,
-    num_splits,
     num_kv_heads,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,
-    LIVE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    fill, num_splits, num_live = _shared_out(fill, num_splits, live_rows, num_kv_heads, LIVE)
-    if LIVE:
-        kv_head = tl.program_id(0) % num_kv_heads
-        row = tl.program_id(0) // num_kv_heads % num_live
-        split = tl.program_id(0) // num_kv_heads // num_live
-    else:
-        kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = row.to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    seq_len = tl.load(seq_lens + row)
-    seq_len = tl.where((slot < 0) | (split >= num_splits), 0, seq_len)
+    kv_head = tl.program_id(0) % num_kv_heads
+    piece = tl.program_id(0) // num_kv_heads
+    row = tl.load(pieces + piece * _PIECE_WORDS).to(tl.int64)
+    slot = tl.load(pieces + piece * _PIECE_WORDS + 1).to(tl.int64)
+    start = tl.load(pieces + piece * _PIECE_WORDS + 2)
+    end = tl.load(pieces + piece * _PIECE_WORDS + 3)
+    is_whole = tl.load(pieces + piece * _PIECE_WORDS + 4) == 1
     wait_for_inputs(PDL)
-    span = _tokens_per_split(seq_len, fill, num_splits, BLOCK_N)
-    start = split * span
-    end = tl.minimum(start + span, seq_len)
-
+    if row < 0:
+        return
     member = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM)
     head = kv_head * GROUP + member
     in_group = member < GROUP
-    num_heads = num_kv_heads * GROUP
-    if ONE_SPLIT:
-        target = out + row * out_stride_row + head[:, None] * out_stride_head + dims[None, :]
-    else:
-        partial = (row * num_heads + head) * num_splits + split
-        target = partial_out + partial[:, None] * HEAD_DIM + dims[None, :]
-    if start >= end:
-        if ONE_SPLIT:
-            tl.store(target, tl.zeros([BLOCK_M, HEAD_DIM], out.dtype.element_ty), mask=in_group[:, None])
+    target = out + row * out_stride_row + head[:, None] * out_stride_head + dims[None, :]
+    if start >= end:  # padding
+        tl.store(target, tl.zeros([BLOCK_M, HEAD_DIM], out.dtype.element_ty), mask=in_group[:, None])
         return
 
     query = tl.load(
@@ -156,73 +201,89 @@ def _split_kernel(
         peak = new_peak
     let_next_start(PDL)
     mean = mean / total[:, None]
-    tl.store(target, mean.to(target.dtype.element_ty), mask=in_group[:, None])
-    if not ONE_SPLIT:
+    if is_whole:
+        tl.store(target, mean.to(out.dtype.element_ty), mask=in_group[:, None])
+    else:
+        partial = piece * num_kv_heads * GROUP + head
+        tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], mean, mask=in_group[:, None])
         tl.store(partial_lse + partial, peak + tl.log2(total), mask=in_group)
 
 
 @Kernel
-@triton.jit(do_not_specialize=["fill", "num_splits"])
-def _combine_kernel(
+@triton.jit
+def _join_kernel(
     partial_out,
     partial_lse,
-    slots,
-    seq_lens,
-    live_rows,
+    split_rows,
     out,
     out_stride_row,
     out_stride_head,
-    fill,
-    num_splits,
-    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(0)
-    fill, num_splits, num_live = _shared_out(fill, num_splits, live_rows, num_heads // GROUP, LIVE)
-    slot = tl.load(slots + row)
-    seq_len = tl.where(slot < 0, 0, tl.load(seq_lens + row))
+    entry = split_rows + tl.program_id(1) * _ROW_WORDS
+    row, first_piece, count = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    if LIVE:  # noqa: SIM102 (known when compiled, the other is not)
-        if row >= num_live:
-            return
+    if row < 0:
+        return
     dims = tl.arange(0, HEAD_DIM)
-    target = out + row * out_stride_row + head * out_stride_head + dims
-    # A split past the row's end left nothing; in a padding row all are.
-    span = _tokens_per_split(seq_len, fill, num_splits, BLOCK_N)
-    used = tl.cdiv(seq_len, tl.maximum(span, 1))
-    partial = (row * num_heads + head) * num_splits
-    splits = tl.arange(0, _MAX_SPLITS)
-    peak = tl.max(tl.load(partial_lse + partial + splits, mask=splits < used, other=float("-inf")), 0)
+    piece = tl.arange(0, _MAX_PIECES)
+    partial = first_piece * num_heads + head
+    peak = tl.max(tl.load(partial_lse + partial + piece * num_heads, mask=piece < count, other=float("-inf")), 0)
     total = 0.0
     result = tl.zeros([HEAD_DIM], tl.float32)
-    for first in range(0, used, _COMBINED_AT_ONCE):
-        split = first + tl.arange(0, _COMBINED_AT_ONCE)
-        live = split < used
-        weights = tl.exp2(tl.load(partial_lse + partial + split, mask=live, other=float("-inf")) - peak)
-        offsets = (partial + split)[:, None] * HEAD_DIM + dims[None, :]
-        means = tl.load(partial_out + offsets, mask=live[:, None], other=0.0)
+    for first in range(0, count, _JOINED_AT_ONCE):
+        piece = first + tl.arange(0, _JOINED_AT_ONCE)
+        exists = piece < count
+        partials = partial + piece * num_heads
+        weights = tl.exp2(tl.load(partial_lse + partials, mask=exists, other=float("-inf")) - peak)
+        means = tl.load(partial_out + partials[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
         total += tl.sum(weights, 0)
         result += tl.sum(means * weights[:, None], 0)
-    result = result / tl.where(total > 0, total, 1.0)
-    tl.store(target, result.to(out.dtype.element_ty))
+    tl.store(out + row * out_stride_row + head * out_stride_head + dims, (result / total).to(out.dtype.element_ty))
 
 
-def splits_to_fill(rows: int, num_kv_heads: int, sms: int) -> int:
-    """Splits per row and KV head that keep the device busy."""
-    return max(1, min(round(_PROGRAMS_PER_SM * sms / max(rows * num_kv_heads, 1)), _MAX_SPLITS.value))
+def _tile_tokens(k_cache: torch.Tensor) -> int:
+    return max(_MIN_DOT_ROWS, _TILE_BYTES // (k_cache.shape[3] * k_cache.element_size()))
 
 
-def choose_num_splits(fill: int, max_seq_len: int, items: int) -> int:
-    """Splits of the grid, for `items` = rows times KV heads: as many as fill the device, and enough that a row of
-    max_seq_len tokens does not outlast the others by much, as long as programs without work cost little."""
-    wanted = max(fill, min(cdiv(max_seq_len, _MAX_SPLIT_TOKENS.value), _MAX_PROGRAMS // max(items, 1)))
-    return max(1, min(wanted, cdiv(max_seq_len, _MIN_SPLIT_TOKENS.value), _MAX_SPLITS.value))
+def split_decodes(
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    live_rows: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> DecodeSplits:
+    rows, num_kv_heads, device = len(slots), k_cache.shape[1], slots.device
+    fill = cdiv(programs or _PROGRAMS_PER_SM * num_sms(device), num_kv_heads)
+    finer = _FINER if rows * num_kv_heads >= _MANY else 1
+    num_pieces, num_split_rows = rows + fill * finer, min(rows, fill)
+    pieces = torch.empty(num_pieces, _PIECE_WORDS.value, dtype=torch.int32, device=device)
+    split_rows = torch.empty(num_split_rows, _ROW_WORDS.value, dtype=torch.int32, device=device)
+    _split_rows_kernel[(cdiv(num_pieces, _PIECES_AT_ONCE),)](
+        slots,
+        seq_lens,
+        slots if live_rows is None else live_rows,
+        pieces,
+        split_rows,
+        rows,
+        fill,
+        finer,
+        num_pieces,
+        num_split_rows,
+        TILE=_tile_tokens(k_cache),
+        ROWS=rows_to_search(rows, block_tables),
+        PIECES=_PIECES_AT_ONCE,
+        LIVE=live_rows is not None,
+        num_warps=4,
+        **pdl_options(device),
+    )
+    return DecodeSplits(pieces, split_rows)
 
 
 def decode_attention(
@@ -233,39 +294,22 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    max_seq_len: int,
+    splits: DecodeSplits,
     out: torch.Tensor | None = None,
-    *,
-    live_rows: torch.Tensor | None = None,
-    num_splits: int | None = None,
 ) -> torch.Tensor:
-    rows, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    row_bytes = head_dim * q.element_size()
-    block_n = max(_MIN_DOT_ROWS, _TILE_BYTES // row_bytes)
-    is_live = live_rows is not None
-    if is_live:
-        num_splits = max(_LIVE_PROGRAMS, rows * num_kv_heads)
-        fill = _PROGRAMS_PER_SM * num_sms(q.device)
-        grid, num_partials = (num_splits,), num_splits * group
-    else:
-        fill = splits_to_fill(rows, num_kv_heads, num_sms(q.device)) if num_splits is None else num_splits
-        if num_splits is None:
-            num_splits = choose_num_splits(fill, max_seq_len, rows * num_kv_heads)
-        grid = (num_kv_heads, rows, num_splits)
-        num_partials = rows * num_heads * num_splits if num_splits > 1 else 0
-    partial_out = torch.empty(num_partials, head_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
-    _split_kernel[grid](
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    pieces, split_rows = splits
+    partial_out = torch.empty(len(pieces) * num_heads, head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(len(pieces) * num_heads, dtype=torch.float32, device=q.device)
+    _pieces_kernel[(len(pieces) * num_kv_heads,)](
         q,
         k_cache,
         v_cache,
         block_tables,
-        slots,
-        seq_lens,
-        live_rows if is_live else slots,
+        pieces,
         out,
         partial_out,
         partial_lse,
@@ -277,39 +321,27 @@ def decode_attention(
         block_tables.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
-        fill,
-        num_splits,
         num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BLOCK_M=max(_MIN_DOT_ROWS, next_power_of_2(group)),
-        BLOCK_N=block_n,
-        ONE_SPLIT=num_splits == 1,
-        LIVE=is_live,
+        BLOCK_N=_tile_tokens(k_cache),
         DOT_DTYPE=dot_dtype(q.dtype),
         WIDE=needs_wide_offsets(k_cache),
-        num_warps=max(1, row_bytes // 256),
+        num_warps=max(1, head_dim * q.element_size() // 256),
         num_stages=6,
         **pdl_options(q.device),
     )
-    if num_splits > 1:
-        _combine_kernel[(num_heads, rows)](
-            partial_out,
-            partial_lse,
-            slots,
-            seq_lens,
-            live_rows if is_live else slots,
-            out,
-            out.stride(0),
-            out.stride(1),
-            fill,
-            num_splits,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_N=block_n,
-            LIVE=is_live,
-            num_warps=4,
-            **pdl_options(q.device),
-        )
+    _join_kernel[(num_heads, len(split_rows))](
+        partial_out,
+        partial_lse,
+        split_rows,
+        out,
+        out.stride(0),
+        out.stride(1),
+        HEAD_DIM=head_dim,
+        num_warps=4,
+        **pdl_options(q.device),
+    )
     return out

@@ -13,6 +13,8 @@ the same instructions in the same order; a key that is masked adds nothing, not 
 without fusing multiplications into additions, but for those that say so: the compiler could choose differently.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -391,6 +393,26 @@ def _stages(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     return 5 if shared_memory_bytes(device) >= _DEEP_PIPELINE_BYTES else 3
 
 
+class DecodeSplits(NamedTuple):
+    """The spans of a row are fixed; the programs share them out themselves."""
+
+    max_seq_len: int
+    live_rows: torch.Tensor | None
+    programs: int
+
+
+def split_decodes(
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    live_rows: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> DecodeSplits:
+    return DecodeSplits(max_seq_len, live_rows, programs or _DECODE_PROGRAMS)
+
+
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -399,17 +421,14 @@ def decode_attention(
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    max_seq_len: int,
+    splits: DecodeSplits,
     out: torch.Tensor | None = None,
-    *,
-    live_rows: torch.Tensor | None = None,
-    num_splits: int | None = None,
 ) -> torch.Tensor:
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    max_spans = cdiv(max_seq_len, _SPAN)
+    max_spans = cdiv(splits.max_seq_len, _SPAN)
     rows_at_once = max(1, _PARTIAL_BYTES // (max_spans * num_heads * (head_dim + 2) * 4))
     for first in range(0, num_rows, rows_at_once):
         rows = min(rows_at_once, num_rows - first)
@@ -417,15 +436,14 @@ def decode_attention(
         partial_acc = torch.empty(rows, max_spans, num_heads, head_dim, dtype=torch.float32, device=q.device)
         partial_sums = torch.empty(rows, max_spans, num_heads, 2, dtype=torch.float32, device=q.device)
         items = rows * num_kv_heads
-        programs = min(items * max_spans, _DECODE_PROGRAMS) if num_splits is None else items * num_splits
-        _span_kernel[(max(items, programs),)](
+        _span_kernel[(max(items, min(items * max_spans, splits.programs)),)](
             q[part],
             k_cache,
             v_cache,
             block_tables,
             slots[part],
             seq_lens[part],
-            live_rows,
+            splits.live_rows,
             partial_acc,
             partial_sums,
             scale * LOG2_E,
