@@ -230,9 +230,9 @@ def _join_kernel(
     if row < 0:
         return
     dims = tl.arange(0, HEAD_DIM)
-    piece = tl.arange(0, _MAX_PIECES)
     partial = first_piece * num_heads + head
-    peak = tl.max(tl.load(partial_lse + partial + piece * num_heads, mask=piece < count, other=float("-inf")), 0)
+    every = tl.arange(0, _MAX_PIECES)
+    peak = tl.max(tl.load(partial_lse + partial + every * num_heads, mask=every < count, other=float("-inf")), 0)
     total = 0.0
     result = tl.zeros([HEAD_DIM], tl.float32)
     for first in range(0, count, _JOINED_AT_ONCE):
