@@ -9,6 +9,7 @@ Lengths are read on the device and the grids follow from the number of rows alon
 lengths.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,48 +36,48 @@ _MIN_DOT_ROWS = 16  # smallest side of a tl.dot
 # and tiles of 4 KB (a 16-token page of head size 128 in bf16) of K and of V.
 _TILE_BYTES = 4096
 _PROGRAMS_PER_SM = 4
-_FINER = 2  # with many rows, the pieces of a long one are shorter than an even share, to even out what is left
-_MANY = 64  # rows times KV heads
+_FINER = tl.constexpr(4)  # pieces as long as what each program would take in all would leave the device idle at the end
+_FULL = tl.constexpr(256)  # programs of rows as long as each other, one for each KV head, that keep the device busy
+_SLACK = tl.constexpr(512)  # tokens beyond its share that a program may then take before it pays to cut its row
 _MAX_PIECES = tl.constexpr(128)  # of a row
 _MIN_PIECE = tl.constexpr(32)  # tokens
-_SHORT_PIECE = tl.constexpr(256)  # tokens that are not worth a finer cut
-_SLACK = tl.constexpr(128)  # tokens beyond its share that a row takes alone, for what joining its pieces would cost
 _PIECE_WORDS = tl.constexpr(8)  # row (-1: none), slot, first token, end, pieces of the row
-_ROW_WORDS = tl.constexpr(4)  # row (-1: none), its first piece, their number
+_ROW_WORDS = tl.constexpr(4)  # row, its first piece, their number
 _PIECES_AT_ONCE = 32
-_JOINED_AT_ONCE = tl.constexpr(16)
+_ROWS_JOINED = 64  # at most, by programs of their own
+_JOINED_AT_ONCE = tl.constexpr(32)
 
 
 class DecodeSplits(NamedTuple):
     """What `split_decodes` has made of the rows. pieces: int32 [room, _PIECE_WORDS], those of a row in order;
-    split_rows: int32 [room, _ROW_WORDS], the rows in several pieces."""
+    split_rows: int32 [room, _ROW_WORDS], the rows in several pieces; num_split_rows: int32 [1]."""
 
     pieces: torch.Tensor
     split_rows: torch.Tensor
+    num_split_rows: torch.Tensor
 
 
 @triton.jit
-def _cut(length, share, piece, TILE: tl.constexpr):
+def _cut(length, whole, piece, TILE: tl.constexpr):
     """(pieces of a row, at least one; tokens of each but the last, a multiple of TILE)."""
-    is_whole = length <= share + share // 2 + _SLACK
-    wanted = tl.where(is_whole, 1, tl.cdiv(length, piece))
+    wanted = tl.where(length <= whole, 1, tl.cdiv(length, piece))
     span = tl.maximum(tl.cdiv(tl.cdiv(length, wanted), TILE), 1) * TILE
     return tl.maximum(tl.cdiv(length, span), 1), span
 
 
 @Kernel
-@triton.jit(do_not_specialize=["rows", "fill", "finer", "num_pieces", "num_split_rows"])
+@triton.jit(do_not_specialize=["rows", "fill", "num_kv_heads", "num_pieces"])
 def _split_rows_kernel(
     slots,
     seq_lens,
     live_rows,
     pieces,
     split_rows,
+    num_split_rows,
     rows,
     fill,
-    finer,
+    num_kv_heads,
     num_pieces,
-    num_split_rows,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -91,11 +92,16 @@ def _split_rows_kernel(
     inside = row < rows
     is_padding = tl.load(slots + row, mask=inside, other=-1) < 0
     length = tl.where(is_padding, 0, tl.load(seq_lens + row, mask=inside, other=0))
-    # At most fill * finer pieces, and one more of every row: what there is room for.
-    share = tl.maximum(tl.cdiv(tl.sum(length, 0), fill), _MIN_PIECE)
-    piece = tl.maximum(tl.cdiv(share, finer), tl.minimum(share, _SHORT_PIECE))
-    piece = tl.maximum(piece, tl.cdiv(tl.max(length, 0), _MAX_PIECES))
-    count, _ = _cut(length, share, piece, TILE)
+    tokens, longest = tl.sum(length, 0), tl.max(length, 0)
+    used = tl.sum((length > 0).to(tl.int32), 0)
+    share = tl.cdiv(tokens, fill)
+    # A row's time grows with its pieces' length and, as they have to be joined, with their number.
+    shortest = (2 * tl.sqrt(longest.to(tl.float32))).to(tl.int32) + 1
+    piece = tl.maximum(tl.maximum(tl.cdiv(share, _FINER), shortest), tl.cdiv(longest, _MAX_PIECES))
+    piece = tl.maximum(piece, _MIN_PIECE)
+    is_even = (2 * longest.to(tl.int64) * used <= 3 * tokens.to(tl.int64)) & (used * num_kv_heads >= _FULL)
+    whole = tl.maximum(tl.where(is_even, share + _SLACK, 0), piece + piece // 2)
+    count, _ = _cut(length, whole, piece, TILE)
     count = tl.where(inside, count, 0)
     end = tl.cumsum(count, 0)
 
@@ -106,7 +112,7 @@ def _split_rows_kernel(
     first = tl.max(tl.where(before, end[None, :], 0), 1)
     slot = tl.load(slots + of_row, mask=exists, other=-1)
     length_of_row = tl.where(slot < 0, 0, tl.load(seq_lens + of_row, mask=exists, other=0))
-    count_of_row, span = _cut(length_of_row, share, piece, TILE)
+    count_of_row, span = _cut(length_of_row, whole, piece, TILE)
     start = (index - first) * span
     target = pieces + index * _PIECE_WORDS
     has_room = index < num_pieces
@@ -122,8 +128,7 @@ def _split_rows_kernel(
         tl.store(entry, row, mask=is_split != 0)
         tl.store(entry + 1, end - count, mask=is_split != 0)
         tl.store(entry + 2, count, mask=is_split != 0)
-        is_left = (row >= tl.sum(is_split, 0)) & (row < num_split_rows)
-        tl.store(split_rows + row * _ROW_WORDS, -1, mask=is_left)
+        tl.store(num_split_rows, tl.sum(is_split, 0))
 
 
 @Kernel
@@ -215,6 +220,7 @@ def _join_kernel(
     partial_out,
     partial_lse,
     split_rows,
+    num_split_rows,
     out,
     out_stride_row,
     out_stride_head,
@@ -223,27 +229,27 @@ def _join_kernel(
 ):
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
-    entry = split_rows + tl.program_id(1) * _ROW_WORDS
-    row, first_piece, count = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
+    end = tl.load(num_split_rows)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    if row < 0:
-        return
     dims = tl.arange(0, HEAD_DIM)
-    partial = first_piece * num_heads + head
     every = tl.arange(0, _MAX_PIECES)
-    peak = tl.max(tl.load(partial_lse + partial + every * num_heads, mask=every < count, other=float("-inf")), 0)
-    total = 0.0
-    result = tl.zeros([HEAD_DIM], tl.float32)
-    for first in range(0, count, _JOINED_AT_ONCE):
-        piece = first + tl.arange(0, _JOINED_AT_ONCE)
-        exists = piece < count
-        partials = partial + piece * num_heads
-        weights = tl.exp2(tl.load(partial_lse + partials, mask=exists, other=float("-inf")) - peak)
-        means = tl.load(partial_out + partials[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
-        total += tl.sum(weights, 0)
-        result += tl.sum(means * weights[:, None], 0)
-    tl.store(out + row * out_stride_row + head * out_stride_head + dims, (result / total).to(out.dtype.element_ty))
+    for entry in range(tl.program_id(1), end, tl.num_programs(1)):
+        row = tl.load(split_rows + entry * _ROW_WORDS).to(tl.int64)
+        partial = tl.load(split_rows + entry * _ROW_WORDS + 1) * num_heads + head
+        count = tl.load(split_rows + entry * _ROW_WORDS + 2)
+        peak = tl.max(tl.load(partial_lse + partial + every * num_heads, mask=every < count, other=float("-inf")), 0)
+        total = 0.0
+        result = tl.zeros([HEAD_DIM], tl.float32)
+        for first in range(0, count, _JOINED_AT_ONCE):
+            piece = first + tl.arange(0, _JOINED_AT_ONCE)
+            exists = piece < count
+            partials = partial + piece * num_heads
+            weights = tl.exp2(tl.load(partial_lse + partials, mask=exists, other=float("-inf")) - peak)
+            means = tl.load(partial_out + partials[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
+            total += tl.sum(weights, 0)
+            result += tl.sum(means * weights[:, None], 0)
+        tl.store(out + row * out_stride_row + head * out_stride_head + dims, (result / total).to(out.dtype.element_ty))
 
 
 def _tile_tokens(k_cache: torch.Tensor) -> int:
@@ -261,21 +267,22 @@ def split_decodes(
 ) -> DecodeSplits:
     rows, num_kv_heads, device = len(slots), k_cache.shape[1], slots.device
     fill = cdiv(programs or _PROGRAMS_PER_SM * num_sms(device), num_kv_heads)
-    finer = _FINER if rows * num_kv_heads >= _MANY else 1
-    num_pieces, num_split_rows = rows + fill * finer, min(rows, fill)
+    # Rows of L tokens in pieces of P are at most sum(L) / P and one more of each: P is a share's part, or 2 sqrt(L).
+    num_pieces = min(rows + fill * _FINER.value, rows * (math.isqrt(max_seq_len) // 2 + 1))
     pieces = torch.empty(num_pieces, _PIECE_WORDS.value, dtype=torch.int32, device=device)
-    split_rows = torch.empty(num_split_rows, _ROW_WORDS.value, dtype=torch.int32, device=device)
+    split_rows = torch.empty(rows, _ROW_WORDS.value, dtype=torch.int32, device=device)
+    num_split_rows = torch.empty(1, dtype=torch.int32, device=device)
     _split_rows_kernel[(cdiv(num_pieces, _PIECES_AT_ONCE),)](
         slots,
         seq_lens,
         slots if live_rows is None else live_rows,
         pieces,
         split_rows,
+        num_split_rows,
         rows,
         fill,
-        finer,
+        num_kv_heads,
         num_pieces,
-        num_split_rows,
         TILE=_tile_tokens(k_cache),
         ROWS=rows_to_search(rows, block_tables),
         PIECES=_PIECES_AT_ONCE,
@@ -283,7 +290,7 @@ def split_decodes(
         num_warps=4,
         **pdl_options(device),
     )
-    return DecodeSplits(pieces, split_rows)
+    return DecodeSplits(pieces, split_rows, num_split_rows)
 
 
 def decode_attention(
@@ -301,7 +308,7 @@ def decode_attention(
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    pieces, split_rows = splits
+    pieces, split_rows, num_split_rows = splits
     partial_out = torch.empty(len(pieces) * num_heads, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(len(pieces) * num_heads, dtype=torch.float32, device=q.device)
     _pieces_kernel[(len(pieces) * num_kv_heads,)](
@@ -333,10 +340,11 @@ def decode_attention(
         num_stages=6,
         **pdl_options(q.device),
     )
-    _join_kernel[(num_heads, len(split_rows))](
+    _join_kernel[(num_heads, min(len(split_rows), _ROWS_JOINED))](
         partial_out,
         partial_lse,
         split_rows,
+        num_split_rows,
         out,
         out.stride(0),
         out.stride(1),
