@@ -225,7 +225,13 @@ def _split(lengths, kv_heads, programs, live=None):
     live_rows = None if live is None else torch.tensor([live], dtype=torch.int32)
     with checks.poisoned_allocations():
         splits = gpu.split_decodes(
-            cache, torch.empty(256, 1), slots, torch.tensor(lengths, dtype=torch.int32), max(lengths), live_rows, programs
+            cache,
+            torch.empty(256, 1),
+            slots,
+            torch.tensor(lengths, dtype=torch.int32),
+            max(lengths),
+            live_rows,
+            programs,
         )
     found, ended = [[] for _ in lengths], False
     first_of = {}
