@@ -301,22 +301,28 @@ class DecodeTensors:
             seq_lens,
         )
 
-    def run(self, slots: torch.Tensor) -> torch.Tensor:
-        bounds = (self.seq_lens, HEAD_DIM**-0.5, MAX_CONTEXT)
-        return gpu.decode_attention(self.q, *self.cache.tensors, slots, *bounds)
+    def split(self, slots: torch.Tensor) -> gpu.DecodeSplits:
+        """What all layers of a step share."""
+        return gpu.split_decodes(self.cache.k, self.cache.block_tables, slots, self.seq_lens, MAX_CONTEXT)
+
+    def run(self, slots: torch.Tensor, splits: gpu.DecodeSplits) -> torch.Tensor:
+        return gpu.decode_attention(self.q, *self.cache.tensors, slots, self.seq_lens, HEAD_DIM**-0.5, splits)
 
     def calls(self) -> list[Callable[[], object]]:
         """Enough that the launch of the graph does not count."""
-        turns = self.copies * math.ceil(32 / len(self.copies))
-        return [partial(self.run, slots) for slots in turns]
+        turns = [(slots, self.split(slots)) for slots in self.copies] * math.ceil(32 / len(self.copies))
+        return [partial(self.run, *turn) for turn in turns]
 
     def error(self) -> float:
         """Of the longest row."""
         row = int(self.seq_lens.argmax())
         one = slice(row, row + 1)
-        bounds = (self.seq_lens[one], HEAD_DIM**-0.5, MAX_CONTEXT)
-        expected = reference.decode_attention(self.q[one].float(), *self.cache.tensors, self.copies[0][one], *bounds)
-        return relative_error(self.run(self.copies[0])[one], expected)
+        slots, splits = self.copies[0], self.split(self.copies[0])
+        torch.cuda.synchronize()  # splits are not written by the launch before the one that reads them
+        expected = reference.decode_attention(
+            self.q[one].float(), *self.cache.tensors, slots[one], self.seq_lens[one], HEAD_DIM**-0.5, (MAX_CONTEXT,)
+        )
+        return relative_error(self.run(slots, splits)[one], expected)
 
 
 def bench_decode(table: Table) -> None:
@@ -328,6 +334,7 @@ def bench_decode(table: Table) -> None:
             error=tensors.error(),
             calls=tensors.calls(),
             moved=batch.moved,
+            beside={"split_decodes": [partial(tensors.split, slots) for slots in tensors.copies[:4]] * 8},
         )
 
 

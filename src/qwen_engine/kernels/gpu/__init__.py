@@ -7,7 +7,7 @@ environment before Triton is imported, the same functions take CPU tensors.
 
 from qwen_engine.kernels.gpu import deterministic
 from qwen_engine.kernels.gpu.bookkeeping import advance, advance_to_best, decode_inputs
-from qwen_engine.kernels.gpu.decode import decode_attention, split_decodes
+from qwen_engine.kernels.gpu.decode import DecodeSplits, decode_attention, split_decodes
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
 from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
 from qwen_engine.kernels.gpu.launching import compile_launched
@@ -19,6 +19,7 @@ from qwen_engine.kernels.gpu.sampling import gumbel_argmax, slot_argmax, token_l
 from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear, linear_parts
 
 __all__ = [
+    "DecodeSplits",
     "add_rms_norm",
     "advance",
     "advance_to_best",
