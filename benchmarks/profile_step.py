@@ -37,6 +37,7 @@ OF_FUNCTION = {
     "embed_tokens": "embedding",
     "qk_norm_rope_kv_write": "rope, KV write",
     "split_decodes": "attention",
+    "chunk_tiles": "attention",
     "decode_attention": "attention",
     "prefill_attention": "attention",
     "push_add_rms_norm": "all-reduce",

@@ -20,6 +20,7 @@ from qwen_engine.kernels.gpu import (  # noqa: E402
 )
 from qwen_engine.kernels.gpu.common import num_sms  # noqa: E402
 from qwen_engine.kernels.gpu.prefill import _rows_and_span  # noqa: E402
+from qwen_engine.kernels.gpu.prefill_tiles import sorted_tiles  # noqa: E402
 from qwen_engine.kernels.gpu.sampling import noise_bits  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # the interpreter computes for long; it waits for nothing
@@ -117,6 +118,37 @@ def test_the_kernel_for_hopper_is_chosen_for_many_tiles_that_suit_it(monkeypatch
         arguments = (q, k, v, torch.zeros(1, 40, dtype=torch.int32), one, starts, one, 0.1, 8, max_seq_len)
         assert gpu.prefill_attention(*arguments, out) is out
     assert calls == [least]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9000), st.booleans()), min_size=1, max_size=90),
+    st.integers(0, 70),
+    st.integers(0, 70),
+    st.sampled_from([1, 2, 5, 8]),
+)
+def test_tiles_of_chunks_are_sorted_by_their_keys(rows, front, behind, group):
+    """rows: (queries, context before them, padding); front, behind: queries of nobody."""
+    counts, contexts, paddings = zip(*rows)
+    starts = [front + sum(counts[:row]) for row in range(len(rows) + 1)]
+    lengths = [count + context if count else 0 for count, context in zip(counts, contexts)]
+    slots = [-1 if is_padding else 3 * row for row, is_padding in enumerate(paddings)]
+    tokens, size = starts[-1] + behind, 2 * (64 // group)
+    with checks.poisoned_allocations():
+        tiles = sorted_tiles(torch.empty(256, 1), *map(_int32, (slots, starts, lengths)), tokens, group).tolist()
+    found = [tuple(tile[:6]) for tile in tiles if 0 <= tile[2] < tile[1]]
+    expected = []
+    for start, count, length, slot in zip(starts, counts, lengths, slots):
+        for first in range(0, count, size):
+            keys = min(length - count + first + size, length)
+            expected.append((start, count, first, slot, length, 0 if slot < 0 else keys))
+    assert sorted(found) == sorted(expected)
+    keys = [tile[5] for tile in tiles]
+    assert keys == sorted(keys, reverse=True)
+
+
+def _int32(values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_a_cpu_has_no_kernel_for_hopper():

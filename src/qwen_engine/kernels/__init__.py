@@ -198,6 +198,28 @@ def decode_attention(
     )
 
 
+def chunk_tiles(
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    tokens: int,
+    num_heads: int,
+    *,
+    deterministic: bool = False,
+) -> torch.Tensor | None:
+    """The order in which `prefill_attention` takes its tiles, the same for every layer of a step; None where it has
+    none.
+
+    slots, query_start, seq_lens, max_seq_len: of `prefill_attention`; tokens, num_heads: of its q.
+    """
+    return _backend(k_cache, deterministic).chunk_tiles(
+        k_cache, block_tables, slots, query_start, seq_lens, max_seq_len, tokens, num_heads
+    )
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -210,6 +232,7 @@ def prefill_attention(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
@@ -219,10 +242,11 @@ def prefill_attention(
     sits at position seq_lens[r] - 1, so a cached prefix comes before the first. Keys and values, those of this chunk
     included, are read from the pages. Rows of one query are allowed beside long ones, and rows of none. query_start:
     int32 [rows + 1], ascending; queries in front of the first and from the last on belong to nobody, and their outputs
-    are left as they are. max_query_len and max_seq_len: upper bounds known to the host.
+    are left as they are. max_query_len and max_seq_len: upper bounds known to the host. tiles: what
+    `chunk_tiles` has given for these rows; found out again when None.
     """
     return _backend(q, deterministic).prefill_attention(
-        q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, max_query_len, max_seq_len, out
+        q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, max_query_len, max_seq_len, out, tiles
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from qwen_engine.kernels import reference
 from qwen_engine.kernels.reference import add_rms_norm as add_rms_norm
+from qwen_engine.kernels.reference import chunk_tiles as chunk_tiles
 from qwen_engine.kernels.reference import split_decodes as split_decodes
 
 
@@ -48,6 +49,7 @@ def prefill_attention(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every query is a decoding row with as many keys as it may see."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out

@@ -117,6 +117,19 @@ def decode_attention(
     return prefill_attention(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, 1, *splits, out)
 
 
+def chunk_tiles(
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    tokens: int,
+    num_heads: int,
+) -> None:
+    return None
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -129,6 +142,7 @@ def prefill_attention(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     starts = query_start.tolist()

@@ -44,19 +44,42 @@ class AttentionMetadata:
     max_query_len: int
     max_chunk_len: int
 
-    def split_decodes(self, k_cache: torch.Tensor, *, deterministic: bool) -> kernels.DecodeSplits:
-        """How the decoding rows are shared out in every layer; nothing where there are none."""
-        if not len(self.decode_slots):
-            return ()
-        return kernels.split_decodes(
-            k_cache,
-            self.block_tables,
-            self.decode_slots,
-            self.decode_seq_lens,
-            self.max_decode_len,
-            self.num_decodes,
-            deterministic=deterministic,
-        )
+    def plan(self, k_cache: torch.Tensor, num_heads: int, *, deterministic: bool) -> AttentionPlan:
+        """k_cache: of any layer; num_heads: query heads of this rank."""
+        splits: kernels.DecodeSplits = ()
+        if len(self.decode_slots):
+            splits = kernels.split_decodes(
+                k_cache,
+                self.block_tables,
+                self.decode_slots,
+                self.decode_seq_lens,
+                self.max_decode_len,
+                self.num_decodes,
+                deterministic=deterministic,
+            )
+        tiles = None
+        if self.max_query_len:
+            tiles = kernels.chunk_tiles(
+                k_cache,
+                self.block_tables,
+                self.chunk_slots,
+                self.query_start,
+                self.chunk_seq_lens,
+                self.max_chunk_len,
+                len(self.token_slots),
+                num_heads,
+                deterministic=deterministic,
+            )
+        return AttentionPlan(splits, tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How kernels share out the rows of a step, which is the same in all layers; () and None for rows there are none
+    of."""
+
+    splits: kernels.DecodeSplits
+    tiles: torch.Tensor | None
 
 
 class Attention(nn.Module):
@@ -100,12 +123,12 @@ class Attention(nn.Module):
         self,
         hidden: torch.Tensor,
         metadata: AttentionMetadata,
-        splits: kernels.DecodeSplits,
+        plan: AttentionPlan,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden: [tokens, hidden]; splits: `metadata.split_decodes`, the same for all layers; k_cache, v_cache: this
-        layer's [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """hidden: [tokens, hidden]; plan: `metadata.plan`, the same for all layers; k_cache, v_cache: this layer's
+        [num_blocks, num_kv_heads, block_size, head_dim]."""
         q = kernels.qk_norm_rope_kv_write(
             self.qkv_proj(hidden),
             self.q_norm.weight,
@@ -130,7 +153,7 @@ class Attention(nn.Module):
                 metadata.decode_slots,
                 metadata.decode_seq_lens,
                 self.scale,
-                splits,
+                plan.splits,
                 out=out[:rows],
                 deterministic=self._deterministic,
             )
@@ -147,6 +170,7 @@ class Attention(nn.Module):
                 metadata.max_query_len,
                 metadata.max_chunk_len,
                 out=out,
+                tiles=plan.tiles,
                 deterministic=self._deterministic,
             )
         return self.o_proj(out.flatten(1))

@@ -81,7 +81,8 @@ class Qwen3Model(nn.Module):
         kv_cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
         """
         beside = len(batches) > 1
-        splits = [part.split_decodes(kv_cache[0, 0], deterministic=self._deterministic) for part in batches]
+        num_heads = self.layers[0].self_attn.num_heads
+        plans = [part.plan(kv_cache[0, 0], num_heads, deterministic=self._deterministic) for part in batches]
         residuals, sums = [], []
         for metadata in batches:
             parts = self.embed_tokens(token_table, metadata.token_slots, metadata.positions)[None]
@@ -91,7 +92,7 @@ class Qwen3Model(nn.Module):
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, next_norms, kv_cache.unbind(0)):
             for index, metadata in enumerate(batches):
                 hidden = layer.input_layernorm.finish(sums[index], residuals[index])
-                parts = layer.self_attn(hidden, metadata, splits[index], k_cache, v_cache)
+                parts = layer.self_attn(hidden, metadata, plans[index], k_cache, v_cache)
                 sums[index] = layer.post_attention_layernorm.start(parts, beside=beside)
             for index in range(len(batches)):
                 hidden = layer.post_attention_layernorm.finish(sums[index], residuals[index])

@@ -12,7 +12,7 @@ from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
 from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
 from qwen_engine.kernels.gpu.launching import compile_launched
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
-from qwen_engine.kernels.gpu.prefill import prefill_attention
+from qwen_engine.kernels.gpu.prefill import chunk_tiles, prefill_attention
 from qwen_engine.kernels.gpu.push_reduce import push_add_rms_norm
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
 from qwen_engine.kernels.gpu.sampling import gumbel_argmax, slot_argmax, token_logprobs
@@ -23,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "advance",
     "advance_to_best",
+    "chunk_tiles",
     "compile_launched",
     "decode_attention",
     "decode_inputs",

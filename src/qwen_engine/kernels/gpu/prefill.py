@@ -38,6 +38,7 @@ from qwen_engine.kernels.gpu.common import (
     wait_for_inputs,
 )
 from qwen_engine.kernels.gpu.launching import Kernel
+from qwen_engine.kernels.gpu.prefill_tiles import sorted_tiles
 
 _DEEP_PIPELINE_BYTES = 120 * 1024
 _PROGRAMS_PER_SM = 2  # that run at once
@@ -340,6 +341,22 @@ def fills_hopper(tokens: int, num_heads: int, max_seq_len: int, sms: int) -> boo
     return tokens * num_heads >= _HOPPER_ROWS_PER_SM * sms and max_seq_len >= _HOPPER_SEQ_LEN
 
 
+def chunk_tiles(
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    tokens: int,
+    num_heads: int,
+) -> torch.Tensor | None:
+    device = k_cache.device
+    if hopper_attention(device) is None or not fills_hopper(tokens, num_heads, max_seq_len, num_sms(device)):
+        return None
+    return sorted_tiles(block_tables, slots, query_start, seq_lens, tokens, num_heads // k_cache.shape[1])
+
+
 def suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether `hopper_attention` is right for tensors of such dtypes, shapes, strides and addresses."""
     _, num_heads, head_dim = q.shape
@@ -369,6 +386,7 @@ def prefill_attention(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
     tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -378,7 +396,9 @@ def prefill_attention(
     if fills_hopper(tokens, num_heads, max_seq_len, num_sms(q.device)):
         hopper = hopper_attention(q.device)
         if hopper and suits_hopper(q, k_cache, v_cache, out):
-            hopper(q, k_cache, v_cache, block_tables, slots, query_start, seq_lens, scale, out)
+            if tiles is None:
+                tiles = sorted_tiles(block_tables, slots, query_start, seq_lens, tokens, group)
+            hopper(q, k_cache, v_cache, block_tables, tiles, scale, out)
             return out
     shape = launch_shape(
         head_dim,

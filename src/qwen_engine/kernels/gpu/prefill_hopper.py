@@ -28,38 +28,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qwen_engine.kernels.gpu.common import LOG2_E, let_next_start, num_sms, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import only_compiles
+from qwen_engine.kernels.gpu.prefill_tiles import HALF_M, TILE_WORDS
 
 _HEAD_DIM = 128
-_HALF_M = gl.constexpr(64)  # dot rows of a consumer: what one warp group's instruction takes
+_HALF_M = gl.constexpr(HALF_M)  # dot rows of a consumer
 _PANEL = 64  # dims of a box: 128 bytes, the width of a row in swizzled shared memory
 _BLOCK_N = 128
 _NUM_STAGES = 3
+_TILE_WORDS = gl.constexpr(TILE_WORDS)
 
 
 @gluon.jit
-def _locate(item, work, BLOCK_Q: gl.constexpr):
-    """The tile that is the item-th to be taken, long ones first: KV head, row, first query in it, keys to attend to."""
-    query_start, seq_lens, slots, rows, kv_heads, tiles = work
-    kv_head = item % kv_heads
-    tile = tiles - 1 - item // kv_heads
-    row = tile * 0  # the last row whose first tile, number start // BLOCK_Q + row, is not behind this one
-    end_row = rows
-    while end_row - row > 1:
-        middle = (row + end_row) // 2
-        started = gl.load(query_start + middle) // BLOCK_Q + middle <= tile
-        row = gl.where(started, middle, row)
-        end_row = gl.where(started, end_row, middle)
-    row_start = gl.load(query_start + row)
-    query_len = gl.load(query_start + row + 1) - row_start
-    seq_len = gl.load(seq_lens + row)
-    slot = gl.load(slots + row)
-    first_query = (tile - row_start // BLOCK_Q - row) * BLOCK_Q
-    if first_query < 0:  # in front of the first row: no query is the tile's
-        query_len = first_query
-    end = gl.minimum(seq_len - query_len + first_query + BLOCK_Q, seq_len)
-    if (slot < 0) | (first_query >= query_len):  # padding, or room that a row does not need
-        end = 0
-    return kv_head, row_start, query_len, first_query, slot, seq_len, end
+def _locate(item, work):
+    """KV head and tile of an item: all heads of a tile follow one another. See `prefill_tiles.py` for the words."""
+    tiles, kv_heads, _ = work
+    word = tiles + item // kv_heads * _TILE_WORDS
+    return (
+        item % kv_heads,
+        gl.load(word),
+        gl.load(word + 1),
+        gl.load(word + 2),
+        gl.load(word + 3),
+        gl.load(word + 4),
+        gl.load(word + 5),
+    )
 
 
 @gluon.jit
@@ -76,13 +68,12 @@ def _produce(
     work,
     block_tables,
     table_stride,
-    BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
     k_cache, v_cache, k_ring, v_ring, k_full, k_empty, v_full, v_empty = ring
-    kv_heads, tiles = work[4], work[5]
+    kv_heads, num_tiles = work[1], work[2]
     BOX: gl.constexpr = k_cache.block_shape[0]
     PANELS: gl.constexpr = k_ring.shape[2] // k_cache.block_shape[1]
     PIECES: gl.constexpr = BLOCK_N // BOX
@@ -93,11 +84,11 @@ def _produce(
     tile_bytes: gl.constexpr = BLOCK_N * k_ring.shape[2] * 2
 
     count = 0
-    items = tiles * kv_heads
+    items = num_tiles * kv_heads
     for round in range(gl.cdiv(items, gl.num_programs(0))):
         item = _item(round, items)
         if item < items:
-            kv_head, _, _, _, slot, seq_len, end = _locate(item, work, BLOCK_Q)
+            kv_head, _, _, _, slot, seq_len, end = _locate(item, work)
             table = block_tables + slot.to(gl.int64) * table_stride
             last_block = (seq_len - 1) // BLOCK_SIZE
             for first in range(0, end, BLOCK_N):
@@ -201,7 +192,7 @@ def _consume(
     NUM_STAGES: gl.constexpr,
 ):
     k_ring, v_ring, k_full, k_empty, v_full, v_empty = ring
-    kv_heads, tiles = work[4], work[5]
+    kv_heads, num_tiles = work[1], work[2]
     q, out, q_heads, out_heads = tensors
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.shape[2]
@@ -213,11 +204,11 @@ def _consume(
     memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
     count = 0
-    items = tiles * kv_heads
+    items = num_tiles * kv_heads
     for round in range(gl.cdiv(items, gl.num_programs(0))):
         item = _item(round, items)
         if item < items:
-            kv_head, row_start, query_len, first_query, _slot, seq_len, end = _locate(item, work, 2 * HALF_Q)
+            kv_head, row_start, query_len, first_query, _slot, seq_len, end = _locate(item, work)
             member = gl.arange(0, _HALF_M, gl.SliceLayout(1, memory))
             query_index = first_query + CONSUMER * HALF_Q + member // GROUP
             stored = ((query_index < query_len) & (member < HALF_Q * GROUP))[:, None]
@@ -302,20 +293,17 @@ def _consume(
             gl.store(out + (token * out_heads + head) * HEAD_DIM + dims, query.load(memory), mask=stored)
 
 
-@gluon.jit(do_not_specialize=["rows", "kv_heads", "tiles", "q_heads", "out_heads", "table_stride"])
+@gluon.jit(do_not_specialize=["kv_heads", "num_tiles", "q_heads", "out_heads", "table_stride"])
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
     block_tables,
-    slots,
-    query_start,
-    seq_lens,
+    tiles,
     out,
     scale_log2,
-    rows,
     kv_heads,
-    tiles,
+    num_tiles,
     q_heads,
     out_heads,
     table_stride,
@@ -346,16 +334,15 @@ def _prefill_kernel(
     wait_for_inputs(PDL)
     let_next_start(PDL)
 
-    work = (query_start, seq_lens, slots, rows, kv_heads, tiles)
+    work = (tiles, kv_heads, num_tiles)
     tensors = (q, out, q_heads, out_heads)
     ring = (k_ring, v_ring, k_full, k_empty, v_full, v_empty)
     source = (k_cache, v_cache, k_ring, v_ring, k_full, k_empty, v_full, v_empty)
-    BLOCK_Q: gl.constexpr = 2 * (_HALF_M // GROUP)
     gl.warp_specialize(
         [
             (_consume, (ring, queries.index(0), work, tensors, scale_log2, 0, GROUP, NUM_STAGES)),
             (_consume, (ring, queries.index(1), work, tensors, scale_log2, 1, GROUP, NUM_STAGES)),
-            (_produce, (source, work, block_tables, table_stride, BLOCK_Q, BLOCK_N, BLOCK_SIZE, NUM_STAGES)),
+            (_produce, (source, work, block_tables, table_stride, BLOCK_N, BLOCK_SIZE, NUM_STAGES)),
         ],
         [4, 1],
         [232, 40],
@@ -390,10 +377,10 @@ def _compile(device: torch.device, dtype: torch.dtype, group: int, block_size: i
         dtype,
         pages,
         pages,
-        *[torch.int32] * 4,
+        *[torch.int32] * 2,
         dtype,
         1.0,
-        *[1] * 6,
+        *[1] * 5,
         *constants,
         grid=(1,),
         num_warps=4,
@@ -411,37 +398,30 @@ def prefill_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
+    tiles: torch.Tensor,
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """For tensors that `prefill.suits_hopper`."""
-    tokens, num_heads, head_dim = q.shape
+    """For tensors that `prefill.suits_hopper`. tiles: what `prefill_tiles.sorted_tiles` gives."""
+    _, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = k_cache.shape
-    rows = slots.shape[0]
     group = num_heads // num_kv_heads
     num_rows = num_blocks * num_kv_heads * block_size
-    tiles = tokens // (2 * (_HALF_M.value // group)) + rows
     if only_compiles():
         _compile(q.device, q.dtype, group, block_size)
         return
     kernel, constants = _compiled(q.device, q.dtype, group, block_size)
     # Not through Triton's look-up by the types of all arguments, which takes longer than the rest of the call.
-    kernel[min(num_kv_heads * tiles, num_sms(q.device)), 1, 1](
+    kernel[min(num_kv_heads * len(tiles), num_sms(q.device)), 1, 1](
         q,
         _pages(k_cache.data_ptr(), k_cache.dtype, num_rows, block_size),
         _pages(v_cache.data_ptr(), v_cache.dtype, num_rows, block_size),
         block_tables,
-        slots,
-        query_start,
-        seq_lens,
+        tiles,
         out,
         scale * LOG2_E,
-        rows,
         num_kv_heads,
-        tiles,
+        len(tiles),
         q.stride(0) // head_dim,
         out.stride(0) // head_dim,
         block_tables.stride(0),

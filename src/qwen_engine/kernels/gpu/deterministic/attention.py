@@ -497,6 +497,7 @@ def prefill_attention(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
     tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
