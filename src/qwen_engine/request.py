@@ -306,6 +306,13 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def packed_ids(self, first: int, last: int) -> bytes:
+        """Ids of the known tokens [first, last) as int32. The prompt's were packed when it came."""
+        if last <= self.num_prompt_tokens:
+            return self.packed_prompt[4 * first : 4 * last]
+        output = self.token_ids[max(first, self.num_prompt_tokens) : last]
+        return self.packed_prompt[4 * first :] + pack(f"{len(output)}i", *output)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
