@@ -159,14 +159,14 @@ class BlockManager:
         """How many of these blocks `acquire` would take out of the free ones."""
         return len(block_ids) - int(np.count_nonzero(self._ref_counts[np.asarray(block_ids, dtype=np.int64)]))
 
-    def acquire(self, block_ids: Sequence[int]) -> None:
-        """Adds one reference to each of these indexed blocks, which are all different."""
+    def acquire(self, block_ids: Sequence[int], num_tables: int = 1) -> None:
+        """Adds one reference for each of `num_tables` tables to these indexed blocks, which are all different."""
         ids = np.asarray(block_ids, dtype=np.int64)
         ref_counts = self._ref_counts[ids]
         if np.count_nonzero(ref_counts) < len(ids):
             for block_id in ids[ref_counts == 0].tolist():
                 del self._cached[block_id]
-        self._ref_counts[ids] = ref_counts + 1
+        self._ref_counts[ids] = ref_counts + num_tables
 
     def allocate(self, num_blocks: int) -> BlockTable:
         """Hands out blocks with one reference each; evicts the least recently used cached ones."""

@@ -321,7 +321,8 @@ class Scheduler:
         request is not preempted again before it has moved. Returns the budget that is left.
         """
         block_manager = self.block_manager
-        held = NO_MATCH  # of the request before: those that come together often begin alike
+        held = NO_MATCH  # of a request before: those that come together often begin alike
+        num_alike = 0  # requests since then with the same match, whose references are added together
         while budget and self.waiting and self._free_slots:
             request = self.waiting[-1]
             if len(request.token_ids) < request.num_tokens:
@@ -332,8 +333,13 @@ class Scheduler:
             if num_spare < len(cached) and num_spare < block_manager.num_unreferenced(cached):
                 break
             self.waiting.pop()
-            block_manager.acquire(cached)
-            held = Match(request.block_keys, cached)
+            if cached == held.block_ids:
+                num_alike += 1
+            else:
+                block_manager.acquire(cached)
+                if num_alike:
+                    block_manager.acquire(held.block_ids, num_alike)
+                held, num_alike = Match(request.block_keys, cached), 0
             request.block_ids = cached + block_manager.allocate(num_new)
             request.num_published_blocks = len(cached)
             request.num_computed_tokens = len(cached) * block_manager.block_size
@@ -348,6 +354,8 @@ class Scheduler:
             num_tokens = self._chunk_tokens(request, budget, late_from)
             budget -= num_tokens
             self._add_chunk(request, num_tokens, plan, launched)
+        if num_alike:
+            block_manager.acquire(held.block_ids, num_alike)
         return budget
 
     def _match(self, request: Request, held: Match) -> BlockTable:
