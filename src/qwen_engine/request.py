@@ -294,7 +294,7 @@ class Request:
         self.scheduled_time = 0.0  # time.monotonic() when it first got them
 
         self.slot = -1
-        self.block_ids: array[int] = array("q")  # its block table
+        self.block_ids: array[int] = array("i")  # its block table
         self.block_keys: list[bytes] = []  # prefix-index keys of the leading full blocks
         self.num_published_blocks = 0
 

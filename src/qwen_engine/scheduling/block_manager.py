@@ -30,12 +30,12 @@ The index compares whole keys, so the tokens of a block are compared on every hi
 """
 
 BlockTable = array
-"""Ids of the blocks that hold a sequence of tokens, in its order; int64, so that numpy can index with it in place."""
+"""Ids of the blocks that hold a sequence of tokens, in its order; int32, as they travel and as the device has them."""
 
 
 def block_table(block_ids: Iterable[int] = ()) -> BlockTable:
     """A table of these blocks."""
-    return array("q", block_ids)
+    return array("i", block_ids)
 
 
 def extend_block_keys(keys: list[BlockKey], packed_ids: bytes, block_size: int, salt: str | None) -> None:
