@@ -308,10 +308,12 @@ class Request:
 
     def packed_ids(self, first: int, last: int) -> bytes:
         """Ids of the known tokens [first, last) as int32. The prompt's were packed when it came."""
-        if last <= self.num_prompt_tokens:
+        num_prompt = self.num_prompt_tokens
+        if first >= num_prompt:
+            return pack(f"{last - first}i", *self.token_ids[first:last])
+        if last <= num_prompt:
             return self.packed_prompt[4 * first : 4 * last]
-        output = self.token_ids[max(first, self.num_prompt_tokens) : last]
-        return self.packed_prompt[4 * first :] + pack(f"{len(output)}i", *output)
+        return self.packed_prompt[4 * first :] + self.packed_ids(num_prompt, last)
 
 
 @dataclass(frozen=True, slots=True)
