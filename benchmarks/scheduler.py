@@ -44,7 +44,7 @@ def decode_step_us(num_seqs: int, num_steps: int = 400) -> float:
 
 
 def match_us_per_block(num_blocks: int = 2048, repeats: int = 20) -> float:
-    """Microseconds per cached block: keys of a fresh prompt computed, looked up and referenced."""
+    """Microseconds per cached block: keys of a fresh prompt, packed as it came, computed, looked up and referenced."""
     manager = BlockManager(num_blocks=2 * num_blocks, block_size=16)
     token_ids = [i % 30_000 for i in range(num_blocks * 16)]
     packed_ids = pack(f"{len(token_ids)}i", *token_ids)
