@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from struct import pack
 
 from qwen_engine.engine_args import HelpFormatter
 from qwen_engine.request import Request, SamplingParams
@@ -43,11 +44,12 @@ def decode_step_us(num_seqs: int, num_steps: int = 400) -> float:
 
 
 def match_us_per_block(num_blocks: int = 2048, repeats: int = 20) -> float:
-    """Microseconds per cached block: keys of a fresh prompt computed, looked up and referenced."""
+    """Microseconds per cached block: keys of a fresh prompt, packed as it came, computed, looked up and referenced."""
     manager = BlockManager(num_blocks=2 * num_blocks, block_size=16)
     token_ids = [i % 30_000 for i in range(num_blocks * 16)]
+    packed_ids = pack(f"{len(token_ids)}i", *token_ids)
     keys: list = []
-    extend_block_keys(keys, token_ids, 16, None)
+    extend_block_keys(keys, packed_ids, 16, None)
     blocks = manager.allocate(num_blocks)
     for block_id, key in zip(blocks, keys):
         manager.publish(block_id, key)
@@ -56,7 +58,7 @@ def match_us_per_block(num_blocks: int = 2048, repeats: int = 20) -> float:
     for _ in range(repeats):
         start = time.perf_counter()
         keys = []
-        extend_block_keys(keys, token_ids, 16, None)
+        extend_block_keys(keys, packed_ids, 16, None)
         matched = manager.match(keys)
         manager.num_unreferenced(matched)
         manager.acquire(matched)

@@ -294,7 +294,7 @@ class Request:
         self.scheduled_time = 0.0  # time.monotonic() when it first got them
 
         self.slot = -1
-        self.block_ids: array[int] = array("q")  # its block table
+        self.block_ids: array[int] = array("i")  # its block table
         self.block_keys: list[bytes] = []  # prefix-index keys of the leading full blocks
         self.num_published_blocks = 0
 
@@ -305,6 +305,15 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def packed_ids(self, first: int, last: int) -> bytes:
+        """Ids of the known tokens [first, last) as int32. The prompt's were packed when it came."""
+        num_prompt = self.num_prompt_tokens
+        if first >= num_prompt:
+            return pack(f"{last - first}i", *self.token_ids[first:last])
+        if last <= num_prompt:
+            return self.packed_prompt[4 * first : 4 * last]
+        return self.packed_prompt[4 * first :] + self.packed_ids(num_prompt, last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from struct import pack
 from typing import Any
 
 from qwen_engine.request import Request, SamplingParams
@@ -18,6 +19,13 @@ from qwen_engine.scheduling.scheduler import Scheduler
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 VOCAB_SIZE = 11
+
+
+def block_keys(token_ids: Sequence[int], block_size: int, salt: str | None) -> list[bytes]:
+    """The keys of the full blocks of these tokens."""
+    keys: list[bytes] = []
+    extend_block_keys(keys, pack(f"{len(token_ids)}i", *token_ids), block_size, salt)
+    return keys
 
 
 class _UnreadConstraint:
@@ -331,8 +339,7 @@ class Driver:
     def check_keys(self) -> None:
         """The keys that live requests have, some from prompts before them, are those of their tokens."""
         for request in self.scheduler.requests.values():
-            keys: list[bytes] = []
-            extend_block_keys(keys, request.token_ids, self.block_manager.block_size, request.cache_salt)
+            keys = block_keys(request.token_ids, self.block_manager.block_size, request.cache_salt)
             assert request.block_keys == keys[: len(request.block_keys)], f"{request.request_id} has another's keys"
 
     def check_index(self) -> None:
@@ -342,9 +349,7 @@ class Driver:
         for request in self.requests:
             chain: list[int] = []
             extend_chain(chain, request.token_ids, request.seed)
-            keys: list[bytes] = []
-            extend_block_keys(keys, request.token_ids, size, request.cache_salt)
-            for index, key in enumerate(keys):
+            for index, key in enumerate(block_keys(request.token_ids, size, request.cache_salt)):
                 kv_of_key[key] = chain[index * size : (index + 1) * size]
         for key, block_id in self.block_manager._block_of.items():
             assert self.device.kv[block_id] == kv_of_key[key], f"the index is wrong about block {block_id}"

@@ -10,6 +10,7 @@ from collections import OrderedDict
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from fake_device import block_keys
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -21,9 +22,7 @@ SIZE = 4
 
 
 def keys_of(token_ids, salt=None):
-    keys = []
-    extend_block_keys(keys, token_ids, SIZE, salt)
-    return keys
+    return block_keys(token_ids, SIZE, salt)
 
 
 def publish_all(manager, block_ids, token_ids, salt=None):
@@ -166,9 +165,9 @@ def test_a_hash_collision_does_not_make_a_hit_of_other_tokens(monkeypatch):
         def __init__(self, data): ...
 
         def digest(self):
-            return bytes(32)
+            return bytes(64)
 
-    monkeypatch.setattr(block_manager_module, "sha256", Colliding)
+    monkeypatch.setattr(block_manager_module, "blake2b", Colliding)
     manager = BlockManager(2, SIZE)
     cached = cache(manager, [1, 2, 3, 4])
     assert manager.match(keys_of([1, 2, 3, 4])) == cached
@@ -179,7 +178,7 @@ def test_keys_grown_step_by_step_equal_keys_made_at_once():
     token_ids = list(range(4 * SIZE + 1))
     grown = []
     for length in range(len(token_ids) + 1):
-        extend_block_keys(grown, token_ids[:length], SIZE, "salt")
+        extend_block_keys(grown, packed(token_ids[len(grown) * SIZE : length]), SIZE, "salt")
         assert grown == keys_of(token_ids[:length], "salt")
     assert len(grown) == 4
 
@@ -192,15 +191,15 @@ def test_any_string_is_a_salt():
 
 def test_a_salt_that_spells_a_key_does_not_continue_its_chain(monkeypatch):
     class Readable:
-        """SHA-256 whose digests are text, as a patient attacker could find them."""
+        """BLAKE2b whose digests are text, as a patient attacker could find them."""
 
         def __init__(self, data):
             self.data = data
 
         def digest(self):
-            return hashlib.sha256(self.data).hexdigest()[:32].encode()
+            return hashlib.blake2b(self.data).hexdigest()[:64].encode()
 
-    monkeypatch.setattr(block_manager_module, "sha256", Readable)
+    monkeypatch.setattr(block_manager_module, "blake2b", Readable)
     first, second = keys_of([1] * SIZE + [2] * SIZE)
     assert keys_of([2] * SIZE, first.decode()) != [second]
 
@@ -500,11 +499,10 @@ def test_keys_known_of_prompts_that_begin_alike_are_those_of_each_alone(prompts)
     recent = RecentPrompts(block_size=16)
     for common, own, salt, limit in prompts:
         token_ids = [*range(1024 + 9 * common), *[7 * common + own] * (5 * own)]
-        alone: list[bytes] = []
-        extend_block_keys(alone, token_ids, 16, salt)
+        alone = block_keys(token_ids, 16, salt)
         keys = recent.known_keys(packed(token_ids), salt)
         assert keys == alone[: len(keys)]
-        extend_block_keys(keys, token_ids, 16, salt, limit)
+        extend_block_keys(keys, packed(token_ids[len(keys) * 16 : limit and limit * 16]), 16, salt)
         assert keys == alone[: len(keys)]
         assert limit is not None or len(keys) == len(alone)
 
@@ -519,12 +517,12 @@ def test_what_prompts_share_is_known_as_far_as_one_of_them_was_hashed():
     longer = [*shared, *[5] * 32]
     first = recent.known_keys(packed([*shared, 1]), None)
     assert first == []
-    extend_block_keys(first, [*shared, 1], 16, None, limit=100)
+    extend_block_keys(first, packed(shared[:1600]), 16, None)
     assert len(recent.known_keys(packed(longer), None)) == 100
-    extend_block_keys(first, [*shared, 1], 16, None)
+    extend_block_keys(first, packed([*shared[1600:], 1]), 16, None)
     second = recent.known_keys(packed(longer), None)
     assert second == first
-    extend_block_keys(second, longer, 16, None)
+    extend_block_keys(second, packed(longer[2048:]), 16, None)
     assert len(first) == 128  # a list each
     assert len(recent.known_keys(packed([*longer, 1]), None)) == 130
     assert recent.known_keys(packed(shared), "another user's") == []

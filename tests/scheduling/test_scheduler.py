@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
+from hashlib import blake2b
 
 import pytest
 from fake_device import Driver
@@ -233,14 +233,32 @@ def test_a_request_that_looks_back_is_sent_with_the_tokens_of_its_hit(options):
     assert (looks_back.first_token, list(looks_back.token_ids)) == (0, [*prompt, 2])
 
 
+def test_requests_admitted_together_reference_what_each_of_them_shares():
+    """In one step: no match, matches that are the same, longer, shorter and of another prefix, and one too many."""
+    driver = Driver(num_blocks=60, block_size=4, max_num_seqs=9, max_num_batched_tokens=256)
+    short, long, other = [1] * 8, [1] * 16, [2] * 12
+    for index, prompt in enumerate((long, other)):
+        driver.add(f"seed {index}", [*prompt, 0], max_tokens=1)
+    driver.run()
+    prompts = ([3], [4], short, short, long, long, long, other, other, short)
+    requests = [driver.add(str(index), [*prompt, 5, 6], max_tokens=3) for index, prompt in enumerate(prompts)]
+    driver.launch()
+    driver.scheduler.check()
+    assert [request.num_cached_tokens for request in requests[:-1]] == [0, 0, 8, 8, 16, 16, 16, 12, 12]
+    assert driver.scheduler.waiting == requests[-1:]
+    driver.run()
+    driver.check_idle()
+    driver.check_outputs()
+
+
 def test_admission_hashes_no_more_than_it_takes_to_find_what_is_cached(monkeypatch):
     hashed = []
 
     def count(data: bytes):
         hashed.append(data)
-        return sha256(data)
+        return blake2b(data)
 
-    monkeypatch.setattr(block_manager_module, "sha256", count)
+    monkeypatch.setattr(block_manager_module, "blake2b", count)
     driver = Driver(num_blocks=600, max_num_batched_tokens=2048)
     prompt = [1 + i % 7 for i in range(1200)]
     driver.add("cold", prompt)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import Driver
+from fake_device import Driver, block_keys
 
 from qwen_engine.request import RequestStatus
-from qwen_engine.scheduling.block_manager import extend_block_keys
 
 
 @pytest.fixture
@@ -33,8 +32,7 @@ def _wrong_salt(scheduler):
 
 def _published_too_early(scheduler):
     request = scheduler.running[0]
-    keys = []
-    extend_block_keys(keys, [*request.token_ids, 0, 0, 0], 4, None)
+    keys = block_keys([*request.token_ids, 0, 0, 0], 4, None)
     scheduler.block_manager.publish(request.block_ids[2], keys[2])
 
 

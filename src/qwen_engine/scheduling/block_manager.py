@@ -16,8 +16,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
-from struct import pack
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -25,35 +24,39 @@ import numpy as np
 from qwen_engine.errors import QwenEngineError
 
 BlockKey = bytes
-"""SHA-256 of the key of the block before (of the salt's SHA-256 for the first), then the block's own ids as int32.
+"""BLAKE2b of the key of the block before (of the salt's BLAKE2b for the first), then the block's own ids as int32.
 
 The index compares whole keys, so the tokens of a block are compared on every hit.
 """
 
 BlockTable = array
-"""Ids of the blocks that hold a sequence of tokens, in its order; int64, so that numpy can index with it in place."""
+"""Ids of the blocks that hold a sequence of tokens, in its order; int32, as they travel and as the device has them."""
 
 
 def block_table(block_ids: Iterable[int] = ()) -> BlockTable:
     """A table of these blocks."""
-    return array("q", block_ids)
+    return array("i", block_ids)
 
 
-def extend_block_keys(
-    keys: list[BlockKey], token_ids: Sequence[int], block_size: int, salt: str | None, limit: int | None = None
-) -> None:
-    """Appends the keys of the full blocks of `token_ids` that `keys` does not hold yet, to have `limit` at most."""
-    first, last = len(keys), len(token_ids) // block_size
-    if limit is not None:
-        last = min(last, limit)
-    if first < last:
-        tokens = token_ids[first * block_size : last * block_size]
-        packed, stride = pack(f"{len(tokens)}i", *tokens), 4 * block_size
-        # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt passes for a block.
-        parent = keys[-1] if keys else sha256((salt or "").encode(errors="surrogatepass")).digest()
-        for start in range(0, len(packed), stride):
-            parent = sha256(parent).digest() + packed[start : start + stride]
-            keys.append(parent)
+def extend_block_keys(keys: list[BlockKey], packed_ids: bytes, block_size: int, salt: str | None) -> None:
+    """Appends the keys of the full blocks in `packed_ids`, ids as int32 that come after those of the last key."""
+    stride = 4 * block_size
+    if len(packed_ids) < stride:
+        return
+    # "surrogatepass": JSON can carry a lone surrogate. A digest is shorter than a key: no salt passes for a block.
+    parent = keys[-1] if keys else blake2b((salt or "").encode(errors="surrogatepass")).digest()
+    for start in range(0, len(packed_ids) - stride + 1, stride):
+        parent = blake2b(parent).digest() + packed_ids[start : start + stride]
+        keys.append(parent)
+
+
+class _RecentPrompt(NamedTuple):
+    """A prompt's ids as int32, the `head` of them that one before it had too, and the keys of its leading blocks."""
+
+    salt: str | None
+    packed: bytes
+    head: bytes
+    keys: list[BlockKey]
 
 
 class RecentPrompts:
@@ -64,26 +67,31 @@ class RecentPrompts:
     _LEAST_TOKENS = 1024  # fewer are hashed as fast
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._latest: deque[tuple[str | None, bytes, list[BlockKey]]] = deque(maxlen=self._NUM_REMEMBERED)
+        self._block_bytes = 4 * block_size
+        self._latest: deque[_RecentPrompt] = deque(maxlen=self._NUM_REMEMBERED)
 
-    def known_keys(self, packed_prompt: bytes, salt: str | None) -> list[BlockKey]:
+    def known_keys(self, packed: bytes, salt: str | None) -> list[BlockKey]:
         """Keys of the leading blocks that one of those prompts had too, as far as they have been hashed.
 
-        packed_prompt: ids as int32. The list is remembered for the prompts to come: its owner may extend it, no more.
+        packed: the prompt's ids as int32. The list is remembered for the prompts to come: its owner may extend it, no
+        more.
         """
-        keys: list[BlockKey] = []
-        if len(packed_prompt) < 4 * self._LEAST_TOKENS:
+        head, keys = b"", []
+        if len(packed) < 4 * self._LEAST_TOKENS:
             return keys
-        stride = 4 * self._block_size
-        for other_salt, other_prompt, other_keys in reversed(self._latest):
-            # Most of the time the last prompt shared as much as any; one block says whether this one shares more.
-            next_block = slice(len(keys) * stride, (len(keys) + 1) * stride)
-            if other_salt == salt and packed_prompt[next_block] == other_prompt[next_block]:
-                num_shared = _num_equal_bytes(packed_prompt, other_prompt) // stride
-                if min(num_shared, len(other_keys)) > len(keys):
-                    keys = other_keys[:num_shared]
-        self._latest.append((salt, packed_prompt, keys))
+        block_bytes = self._block_bytes
+        for other in reversed(self._latest):
+            if other.salt != salt:
+                continue
+            # Most of the time prompts share as much as those before them did, and one block says whether it is more.
+            if len(other.head) > len(head) and packed.startswith(other.head):
+                head, keys = other.head, other.keys[: len(other.head) // block_bytes]
+            next_block = slice(len(head), len(head) + block_bytes)
+            if packed[next_block] == other.packed[next_block]:
+                num_shared = min(_num_equal_bytes(packed, other.packed) // block_bytes, len(other.keys))
+                if num_shared > len(keys):
+                    head, keys = packed[: num_shared * block_bytes], other.keys[:num_shared]
+        self._latest.append(_RecentPrompt(salt, packed, head, keys))
         return keys
 
 
@@ -151,13 +159,14 @@ class BlockManager:
         """How many of these blocks `acquire` would take out of the free ones."""
         return len(block_ids) - int(np.count_nonzero(self._ref_counts[np.asarray(block_ids, dtype=np.int64)]))
 
-    def acquire(self, block_ids: Sequence[int]) -> None:
-        """Adds one reference to each of these indexed blocks, which are all different."""
+    def acquire(self, block_ids: Sequence[int], num_tables: int = 1) -> None:
+        """Adds one reference for each of `num_tables` tables to these indexed blocks, which are all different."""
         ids = np.asarray(block_ids, dtype=np.int64)
         ref_counts = self._ref_counts[ids]
-        for block_id in ids[ref_counts == 0].tolist():
-            del self._cached[block_id]
-        self._ref_counts[ids] = ref_counts + 1
+        if np.count_nonzero(ref_counts) < len(ids):
+            for block_id in ids[ref_counts == 0].tolist():
+                del self._cached[block_id]
+        self._ref_counts[ids] = ref_counts + num_tables
 
     def allocate(self, num_blocks: int) -> BlockTable:
         """Hands out blocks with one reference each; evicts the least recently used cached ones."""
@@ -215,7 +224,8 @@ class BlockManager:
         assert cached <= set(self._key_of), "a cached block has no key"
         indexed = {(block_id, key) for key, block_id in self._block_of.items()}
         assert indexed == set(self._key_of.items()), "index and keys disagree"
-        assert all(len(key) == 32 + 4 * self.block_size for key in self._block_of), "a key of a partial block"
+        key_bytes = 64 + 4 * self.block_size
+        assert all(len(key) == key_bytes for key in self._block_of), "a key of a partial block"
         for table, true_keys in zip(tables, keys):
             for index, block_id in enumerate(table):
                 key = self._key_of.get(block_id)

@@ -183,18 +183,16 @@ def _unpack_ids(name: str, data: object, low: int = 0) -> list[int]:
 
 
 def _pack_table(block_ids: BlockTable) -> bytes:
-    ids = np.asarray(block_ids)
+    ids = np.asarray(block_ids, dtype="<i4")
     _check_low("block_ids", [ids.min(initial=0)], 0)
-    if ids.max(initial=0) > INT32_MAX:
-        raise PlanError(f"plan field block_ids holds {ids.max()}; it must be at most {INT32_MAX}")
-    return ids.astype("<i4").tobytes()
+    return ids.tobytes()
 
 
 def _unpack_table(data: object) -> BlockTable:
     ids = np.frombuffer(_checked_id_bytes("block_ids", data), dtype="<i4")
     _check_low("block_ids", [ids.min(initial=0)], 0)
     table = block_table()
-    table.frombytes(ids.astype(np.int64).tobytes())
+    table.frombytes(ids.astype(np.int32).tobytes())
     return table
 
 

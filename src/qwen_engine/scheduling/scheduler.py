@@ -24,6 +24,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import pack
 
 import numpy as np
 
@@ -233,7 +234,8 @@ class Scheduler:
         tables, keys = [request.block_ids for request in self.running], [[] for _ in self.running]
         for request, of_request in zip(self.running, keys):
             published = request.token_ids[: request.num_published_blocks * block_size]
-            extend_block_keys(of_request, published, block_size, request.cache_salt)
+            packed = pack(f"{len(published)}i", *published)
+            extend_block_keys(of_request, packed, block_size, request.cache_salt)
         self.block_manager.check(tables, keys)
         assert self.running == sorted(self.running, key=self._order), "running is out of order"
         assert self.waiting == sorted(self.waiting, key=self._reverse_order), "waiting is out of order"
@@ -319,19 +321,25 @@ class Scheduler:
         request is not preempted again before it has moved. Returns the budget that is left.
         """
         block_manager = self.block_manager
-        held = NO_MATCH  # of the request before: those that come together often begin alike
+        held = NO_MATCH  # of a request before: those that come together often begin alike
+        num_alike = 0  # requests since then with the same match, whose references are added together
         while budget and self.waiting and self._free_slots:
             request = self.waiting[-1]
             if len(request.token_ids) < request.num_tokens:
                 break  # preempted while its last token is still on the device
             cached = self._match(request, held)
             num_new = block_manager.blocks_for(request.num_tokens) - len(cached)
-            num_usable = block_manager.num_free_blocks - block_manager.num_unreferenced(cached)
-            if num_new + len(self.running) > num_usable:
+            num_spare = block_manager.num_free_blocks - num_new - len(self.running)
+            if num_spare < len(cached) and num_spare < block_manager.num_unreferenced(cached):
                 break
             self.waiting.pop()
-            block_manager.acquire(cached)
-            held = Match(request.block_keys, cached)
+            if cached == held.block_ids:
+                num_alike += 1
+            else:
+                block_manager.acquire(cached)
+                if num_alike:
+                    block_manager.acquire(held.block_ids, num_alike)
+                held, num_alike = Match(request.block_keys, cached), 0
             request.block_ids = cached + block_manager.allocate(num_new)
             request.num_published_blocks = len(cached)
             request.num_computed_tokens = len(cached) * block_manager.block_size
@@ -346,6 +354,8 @@ class Scheduler:
             num_tokens = self._chunk_tokens(request, budget, late_from)
             budget -= num_tokens
             self._add_chunk(request, num_tokens, plan, launched)
+        if num_alike:
+            block_manager.acquire(held.block_ids, num_alike)
         return budget
 
     def _match(self, request: Request, held: Match) -> BlockTable:
@@ -362,11 +372,16 @@ class Scheduler:
         cached = self.block_manager.match(keys if len(keys) <= num_usable else keys[:num_usable], held)
         num_more = 1
         while len(cached) == len(keys) < num_usable:
-            limit = min(num_usable, len(keys) + num_more)
-            extend_block_keys(keys, request.token_ids, block_size, request.cache_salt, limit)
+            self._extend_keys(request, min(num_usable, len(keys) + num_more))
             cached.extend(self.block_manager.match(keys[len(cached) :]))
             num_more *= 2
         return cached
+
+    def _extend_keys(self, request: Request, num_blocks: int) -> None:
+        """Gives the request the keys of its first `num_blocks` blocks."""
+        block_size = self.block_manager.block_size
+        first, last = len(request.block_keys) * block_size, num_blocks * block_size
+        extend_block_keys(request.block_keys, request.packed_ids(first, last), block_size, request.cache_salt)
 
     def _add_chunk(self, request: Request, num_tokens: int, plan: StepPlan, launched: _LaunchedStep) -> None:
         end = request.num_computed_tokens + num_tokens
@@ -390,7 +405,7 @@ class Scheduler:
         if request.status is not RequestStatus.RUNNING or step < request.admission_step:
             return
         block_size = self.block_manager.block_size
-        extend_block_keys(request.block_keys, request.token_ids, block_size, request.cache_salt)
+        self._extend_keys(request, len(request.token_ids) // block_size)
         for index in range(request.num_published_blocks, end // block_size):
             self.block_manager.publish(request.block_ids[index], request.block_keys[index])
         request.num_published_blocks = end // block_size
