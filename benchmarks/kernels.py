@@ -462,6 +462,15 @@ def bench_sampling(table: Table) -> None:
             calls=[partial(gpu.token_logprobs, x, chosen) for x in sets],
             moved=size,
         )
+        for count in (1, 5, 20):
+            best = gpu.best_ids(sets[0], count)
+            table.row(
+                "best_ids",
+                f"{rows} x {VOCABULARY}, {count}",
+                error=(best != reference.best_ids(sets[0], count)).double().mean().item(),
+                calls=[partial(gpu.best_ids, x, count) for x in sets],
+                moved=size,
+            )
 
 
 BENCHES = {

@@ -741,6 +741,32 @@ def check_token_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows
     assert int(ranks[0]) == 1
 
 
+def check_best_ids(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int, count: int) -> None:
+    """Rows with and without equals, zeros of both signs, infinities and NaN, inside wider rows of what would win; the
+    order is that of Python's sort, and a row has it in any batch."""
+    rng = generator(device, rows, vocab_size, count)
+    wide = torch.full((rows, vocab_size + 24), 1e4, dtype=dtype, device=device)
+    logits = wide[:, 8 : 8 + vocab_size]
+    logits.copy_(normal(rng, rows, vocab_size, dtype=torch.float32) * 3)
+    logits[1::5] = logits[1::5].round().clamp(max=2)  # equals in every chunk, zeros of both signs among them
+    logits[2::5] = 0.0
+    logits[2::5, 1::2] = -0.0
+    logits[2::5, 5::9] = -math.inf
+    logits[3::5, 3:] = -math.inf
+    logits[3::5, 1::4] = NAN
+    logits[3::5, 2::7] = -NAN
+    logits[4::5, ::11] = math.inf
+    logits[4::5, 4::11] = -math.inf
+    with poisoned_allocations():
+        best = impl.best_ids(logits, count)
+        alone = impl.best_ids(logits[rows // 2 :][:1], count)
+    assert best.dtype == torch.int64
+    assert torch.equal(alone, best[rows // 2 :][:1])
+    values = torch.where(logits.isnan(), -math.inf, logits).tolist()
+    for row, ids in zip(values, best.tolist()):
+        assert ids == sorted(range(vocab_size), key=lambda column, row=row: (-row[column], column))[:count]
+
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = ((1, 1), (1, 64), (3, 100), (5, 257), (2, 1024))  # tokens, hidden
 LARGE_ROWS = ((1, 5120), (37, 4096), (64, 12800), (513, 1024))
@@ -758,4 +784,13 @@ SPANS = (
 )
 PRODUCTS = ((1, 32, 64), (3, 40, 100), (17, 64, 129), (33, 16, 48))  # tokens, rows of the weight, columns
 BATCHES = (1, 7, 256, 300)
+BEST = (
+    (1, 1, 1),
+    (3, 50, 50),
+    (5, 37, 0),
+    (7, 2047, 5),
+    (2, 2049, 64),
+    (5, 6200, 20),
+    (1, 40, 90),
+)  # rows, vocab, count
 VOCABULARIES = ((1, 5, 0), (3, 100, 7), (5, 1001, 128), (2, 4099, 4094))  # rows, vocab_size, vocab_start

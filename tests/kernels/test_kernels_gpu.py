@@ -290,6 +290,18 @@ def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size):
     checks.check_token_logprobs(gpu, "cuda", dtype, rows, vocab_size)
 
 
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "count"), [*checks.BEST, (70, 1000, 1000), (5, 151936, 20)])
+def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
+    checks.check_best_ids(gpu, "cuda", dtype, rows, vocab_size, count)
+
+
+@pytest.mark.parametrize("count", [1, 5, 20, 64])
+def test_best_ids_of_a_large_batch_are_those_of_the_reference(count):
+    logits = torch.randn(300, 151936, device="cuda").bfloat16()  # with many equals
+    assert torch.equal(gpu.best_ids(logits, count), reference.best_ids(logits, count))
+
+
 def test_cuda_tensors_are_dispatched_to_triton():
     x, weight = torch.randn(2, 8, device="cuda"), torch.ones(8, device="cuda")
     assert torch.equal(kernels.rms_norm(x, weight, 1e-6), gpu.rms_norm(x, weight, 1e-6))

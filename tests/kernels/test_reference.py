@@ -181,6 +181,12 @@ def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, voc
     checks.check_token_logprobs(reference, "cpu", dtype, rows, vocab_size)
 
 
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "count"), [*checks.BEST, (70, 1000, 1000)])
+def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
+    checks.check_best_ids(reference, "cpu", dtype, rows, vocab_size, count)
+
+
 def test_cpu_tensors_are_dispatched_to_the_reference():
     x = torch.randn(2, 8)
     weight = torch.ones(8)

@@ -15,6 +15,7 @@ from qwen_engine.kernels.gpu import (  # noqa: E402
     decode,
     filters,
     prefill,
+    sampling,
     tiled_linear,
 )
 from qwen_engine.kernels.gpu.common import num_sms  # noqa: E402
@@ -216,6 +217,19 @@ def test_cgr_01_decode_inputs_and_advance_leave_padding_alone(rows):
 @pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, vocab_start):
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "count"), checks.BEST)
+def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
+    checks.check_best_ids(gpu, "cpu", dtype, rows, vocab_size, count)
+
+
+@pytest.mark.parametrize("count", [3, 16, 17, 40])
+def test_best_ids_of_many_chunks_and_more_than_a_chunk_has(count, monkeypatch):
+    monkeypatch.setattr(sampling, "_BEST_CHUNK", 16)
+    monkeypatch.setattr(sampling, "_MOST_BEST", 40)
+    checks.check_best_ids(gpu, "cpu", torch.float32, 10, 301, count)
 
 
 def test_number_of_splits_fills_the_device_and_bounds_the_longest_program():

@@ -321,3 +321,11 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
     logits: [rows, vocab]; token_ids: int64 [rows]. The rank is 1 + the number of strictly greater logits.
     """
     return _backend(logits).token_logprobs(logits, token_ids)
+
+
+def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The ids of the `count` largest logits [rows, vocab], best first; gives int64 [rows, min(count, vocab)].
+
+    Of equals, as 0.0 and -0.0 are, the lowest id comes first. NaN counts as -inf.
+    """
+    return _backend(logits).best_ids(logits, count)

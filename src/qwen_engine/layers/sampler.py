@@ -26,7 +26,6 @@ _FEATURES = ("penalties", "bias", "bad_words", "min_tokens", "filters", "masks",
 _WILDCARD = -1  # matches any token in a bad word's prefix
 _NO_TOKEN = -2  # matches nothing
 _MASKED = -1e9  # far below any logit, yet above the -inf of a token that is not allowed
-_RANKED_ROWS = 32  # whose keys, 8 bytes a token id, exist at once
 _MAX_REPETITION = 1e6  # beyond it nothing changes but the risk of leaving fp32
 
 
@@ -315,17 +314,8 @@ class SamplingTables:
 def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TopLogprobs:
     """Raw log-probabilities of `token_ids` int64 [rows] and of the `num_top` best tokens of logits [rows, vocab]."""
     logprobs, ranks, normalisers = kernels.token_logprobs(logits, token_ids)
-    ids = torch.cat([_best_ids(part, num_top) for part in logits.split(_RANKED_ROWS)])
+    ids = kernels.best_ids(logits, num_top)
     return TopLogprobs(logprobs, ranks, ids, logits.gather(1, ids).float() - normalisers[:, None])
-
-
-def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The ids of the best logits, int64 [rows, count], best first and of equals the lowest: which ones `topk` takes
-    depends on the size of the batch, so it gets numbers without equals."""
-    bits = (logits.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 = 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return -((ordered << 32) - ids).topk(count).values & 0xFFFFFFFF
 
 
 def _mask(x: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:

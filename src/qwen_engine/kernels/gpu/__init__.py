@@ -15,13 +15,14 @@ from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import prefill_attention
 from qwen_engine.kernels.gpu.push_reduce import push_add_rms_norm
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
-from qwen_engine.kernels.gpu.sampling import gumbel_argmax, slot_argmax, token_logprobs
+from qwen_engine.kernels.gpu.sampling import best_ids, gumbel_argmax, slot_argmax, token_logprobs
 from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear, linear_parts
 
 __all__ = [
     "add_rms_norm",
     "advance",
     "advance_to_best",
+    "best_ids",
     "compile_launched",
     "decode_attention",
     "decode_inputs",
