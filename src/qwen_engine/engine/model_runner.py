@@ -28,7 +28,7 @@ from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.sampler import TokenMasks, TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
-from qwen_engine.outputs import Logprob, PositionLogprobs
+from qwen_engine.outputs import PositionLogprobs
 from qwen_engine.request import SamplingParams
 from qwen_engine.scheduling.block_manager import block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
@@ -100,14 +100,19 @@ class _HostLogprobs:
         ]
 
     def positions(self) -> list[PositionLogprobs]:
-        """One dictionary per row: the top tokens by rank, then the chosen token if it is not among them."""
-        token_ids, logprobs, ranks, top_ids, top_values = (tensor.tolist() for tensor in self._tensors)
+        """One map per row: the top tokens by rank, then the chosen token if it is not among them."""
         entries = []
-        for row, num_top in enumerate(self._num_top):
-            top = zip(top_ids[row][:num_top], top_values[row])
-            entry = {token: Logprob(value, rank) for rank, (token, value) in enumerate(top, start=1)}
-            entry[token_ids[row]] = Logprob(logprobs[row], ranks[row])
-            entries.append(entry)
+        columns = zip(self._num_top, *(tensor.tolist() for tensor in self._tensors))
+        for num_top, token_id, logprob, rank, ids, values in columns:
+            ids, values = ids[:num_top], values[:num_top]
+            ranks = [*range(1, len(ids) + 1)]
+            if token_id in ids:
+                ranks[ids.index(token_id)] = rank  # of equals all have the same, that of the first
+            else:
+                ids.append(token_id)
+                values.append(logprob)
+                ranks.append(rank)
+            entries.append(PositionLogprobs(tuple(ids), tuple(values), tuple(ranks)))
         return entries
 
 
