@@ -390,8 +390,33 @@ def peaked_logits(rows: int) -> torch.Tensor:
     return logits.scatter_(1, ids, torch.linspace(18, 6, 300, device=DEVICE).expand(rows, -1)).to(DTYPE)
 
 
+def bench_mask_and_bias(table: Table, rows: int) -> None:
+    """Each row with a mask, a bias or both."""
+    size = rows * VOCABULARY
+    sets = [normal(rows, VOCABULARY) for _ in range(rotation(6 * size))]
+    slots = torch.arange(rows, device=DEVICE)
+    bias = normal(rows, VOCABULARY).float()
+    bits = torch.randint(2**31, (rows, VOCABULARY // 32), device=DEVICE, dtype=torch.int32) | 1
+    for kind, masked, biased in (("bias", False, True), ("mask", True, False), ("both", True, True)):
+        options = {
+            "mask_of_slot": slots.int() if masked else torch.full((rows,), -1, dtype=torch.int32, device=DEVICE),
+            "mask_bits": bits if masked else None,
+            "has_bias": torch.full_like(slots, biased),
+            "bias": bias if biased else None,
+        }
+        outs = [impl.mask_and_bias(sets[0], slots, **options).softmax(dim=1) for impl in (gpu, reference)]
+        table.row(
+            "mask_and_bias",
+            f"{rows} x {VOCABULARY}, {kind}",
+            error=relative_error(*outs),  # of probabilities, as the logits have infinities
+            calls=[partial(gpu.mask_and_bias, x, slots, **options) for x in sets],
+            moved=size * (6 + 4 * biased),
+        )
+
+
 def bench_filters(table: Table) -> None:
-    """top-k, top-p and both, beside a full sort; penalties of a slot with 1000 tokens behind it."""
+    """top-k, top-p and both, beside a full sort; masks and biases; penalties of a slot with 1000 tokens behind
+    it."""
     off = 2**31
     kinds = {
         "peaked": (peaked_logits, 0.6),
@@ -417,6 +442,7 @@ def bench_filters(table: Table) -> None:
                     moved=size,
                     beside={"torch sort": [partial(torch.sort, x, dim=1) for x in sets[:2]]} if top_k == off else None,
                 )
+        bench_mask_and_bias(table, rows)
         size = rows * VOCABULARY * 5
         sets = [normal(rows, VOCABULARY).float() * 3 for _ in range(rotation(size))]
         counts = torch.zeros(rows, VOCABULARY, dtype=torch.int32, device=DEVICE)

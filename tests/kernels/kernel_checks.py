@@ -594,6 +594,42 @@ def check_filtered_argmax(impl: ModuleType, device: str) -> None:
     assert (chosen != impl.gumbel_argmax(logits, temperature, seeds, seeds)).any()
 
 
+def check_mask_and_bias(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
+    """Rows with a mask, a bias, both, neither, and of padding; what no row may read is NaN. Bits are exact."""
+    rng = generator(device, rows, vocab_size)
+    num_slots = rows + 2
+    logits = torch.full((rows, vocab_size + 24), NAN, dtype=dtype, device=device)[:, 8 : 8 + vocab_size]
+    logits.copy_(normal(rng, rows, vocab_size, dtype=torch.float32) * 4)
+    logits[:, ::6] = -math.inf
+    slots = torch.randperm(num_slots, generator=rng, device=device)[:rows]
+    slots[rows // 2] = -1
+    has_bias = (torch.arange(num_slots, device=device) % 3 == 0).long()
+    bias = normal(rng, num_slots, vocab_size, dtype=torch.float32) * 5
+    bias[:, ::4] = -math.inf
+    bias[has_bias == 0] = NAN
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), generator=rng, device=device).int()
+    mask_of_slot = torch.randint(-1, 3, (num_slots,), generator=rng, device=device).int()
+    before = logits.clone()
+    for mask_bits, biases in ((bits, bias), (bits, None), (None, bias), (None, None)):
+        masks = mask_of_slot if mask_bits is not None else torch.full_like(mask_of_slot, -1)
+        biased = has_bias if biases is not None else torch.zeros_like(has_bias)
+        expected = before.to(torch.float32, copy=True)
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0 and masks[slot] >= 0:
+                words = bits[masks[slot]].tolist()
+                allowed = [words[column // 32] >> column % 32 & 1 for column in range(vocab_size)]
+                expected[row, torch.tensor(allowed, device=device) == 0] = -math.inf
+            if slot >= 0 and biased[slot]:
+                expected[row] += bias[slot]
+        with poisoned_allocations():
+            out = impl.mask_and_bias(
+                logits, slots, mask_of_slot=masks, mask_bits=mask_bits, has_bias=biased, bias=biases
+            )
+        assert out.dtype == torch.float32
+        assert torch.equal(out, expected)
+        assert torch.equal(logits, before)
+
+
 def check_penalise(impl: ModuleType, device: str, rows: int, vocab_size: int) -> None:
     rng = generator(device, rows, vocab_size)
     num_slots = rows + 2

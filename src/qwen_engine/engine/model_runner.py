@@ -216,6 +216,7 @@ class ModelRunner:
     def _launch_all(self, max_num_batched_tokens: int) -> None:
         max_num_seqs = len(self.tables.known_tokens)
         few, many = min(4, max_num_seqs), min(MAX_CHUNKS + 1, max_num_seqs)
+        masks = TokenMasks(np.zeros(1, dtype=np.int64), np.zeros((1, -(-self.config.vocab_size // 32)), dtype=np.int32))
         # What runs eagerly: many tokens in many prompts or few, fewer tokens, many short prompts, behind a context too.
         for step in (
             self._trial_step(max_num_seqs, max_num_batched_tokens),
@@ -224,7 +225,7 @@ class ModelRunner:
             self._trial_step(many, min(10 * many, max_num_batched_tokens)),
             self._trial_step(many, min(10 * many, max_num_batched_tokens), context=1024),
         ):
-            self._execute(step, None)
+            self._execute(step, masks)
         parts = self._parts_to_capture()
         if not self.decode.sizes:  # then decode steps are eager, and not padded
             parts.append((self.decode.calls, range(1, max_num_seqs + 1)))
@@ -342,13 +343,14 @@ class ModelRunner:
         asked = self.tables.sampling.logprob_rows(slots)
         if not len(asked) or logits is None:
             return None
-        device_asked = self.tables.to_device(asked)
-        whole = self.model.lm_head.gather(logits[device_asked])
+        if len(asked) < len(slots):
+            device_asked = self.tables.to_device(asked)
+            logits, token_ids = logits[device_asked], token_ids[device_asked]
+        whole = self.model.lm_head.gather(logits)
         if self.tp.rank:
             return None  # only there to give its part of the logits
         num_top = self.tables.sampling.num_logprobs(slots[asked])
-        chosen = token_ids[device_asked]
-        return asked, _HostLogprobs(chosen, top_logprobs(whole, chosen, max(num_top)), num_top)
+        return asked, _HostLogprobs(token_ids, top_logprobs(whole, token_ids, max(num_top)), num_top)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, first: np.ndarray

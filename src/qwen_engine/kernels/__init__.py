@@ -213,6 +213,26 @@ def prefill_attention(
     )
 
 
+def mask_and_bias(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    mask_of_slot: torch.Tensor,
+    mask_bits: torch.Tensor | None,
+    has_bias: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """A copy of logits [rows, vocab] in fp32 in which ids that a row's mask leaves out are -inf, and biases are added.
+
+    slots: int64 [rows]; rows of -1 are copied as they are. By slot: mask_of_slot int32, -1 for none, is a row of
+    mask_bits int32 [masks, ceil(vocab / 32)], lowest bit first; has_bias int64, 0 or 1; bias fp32 [max_num_seqs,
+    vocab]. Without any mask, or any bias, there need be no mask_bits, or bias.
+    """
+    return _backend(logits).mask_and_bias(
+        logits, slots, mask_of_slot=mask_of_slot, mask_bits=mask_bits, has_bias=has_bias, bias=bias
+    )
+
+
 def penalise(
     logits: torch.Tensor,
     slots: torch.Tensor,

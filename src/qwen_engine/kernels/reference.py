@@ -192,6 +192,29 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int,
     return -torch.log(-torch.log(uniform))
 
 
+def mask_and_bias(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    mask_of_slot: torch.Tensor,
+    mask_bits: torch.Tensor | None,
+    has_bias: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    x = logits.to(torch.float32, copy=True)
+    live = torch.nonzero(slots >= 0)[:, 0]
+    if mask_bits is not None:
+        masks = mask_of_slot[slots[live]].long()
+        masked = live[masks >= 0]
+        shifts = torch.arange(32, dtype=torch.int32, device=x.device)
+        allowed = (mask_bits[masks[masks >= 0]][:, :, None] >> shifts & 1).bool().flatten(1)[:, : x.shape[1]]
+        x[masked] = x[masked].masked_fill(~allowed, -torch.inf)
+    if bias is not None:
+        biased = live[has_bias[slots[live]] != 0]
+        x[biased] += bias[slots[biased]]
+    return x
+
+
 def penalise(
     logits: torch.Tensor,
     slots: torch.Tensor,

@@ -56,8 +56,10 @@ class SamplingTables:
         self.vocab_size = vocab_size
         self.device = device
         self._floats = torch.zeros(len(_FLOATS), max_num_seqs, dtype=torch.float32, device=device)
-        # Rows: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come.
-        self._integers = torch.zeros(4, max_num_seqs, dtype=torch.int64, device=device)
+        # Rows: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come, and
+        # whether the slot has a bias.
+        self._integers = torch.zeros(5, max_num_seqs, dtype=torch.int64, device=device)
+        self._no_masks = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
         self._stop_ids = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=device)
         self._bias: torch.Tensor | None = None  # fp32 [max_num_seqs, vocab]; -inf masks
         self._output_counts: torch.Tensor | None = None  # int32 [max_num_seqs, vocab]
@@ -93,6 +95,7 @@ class SamplingTables:
                     min(entry.params.top_k, self.vocab_size) if entry.params.top_k > 0 else self.vocab_size,
                     entry.num_prompt_tokens,
                     entry.num_prompt_tokens + min(entry.params.min_tokens, 2**40) if entry.stop_ids else 0,
+                    _has_bias(entry.params),
                 )
                 for entry in entries
             ],
@@ -109,7 +112,7 @@ class SamplingTables:
         self._num_logprobs[slot] = params.logprobs or 0
         uses = {
             "penalties": params.has_penalties,
-            "bias": bool(params.logit_bias) or params.allowed_token_ids is not None,
+            "bias": _has_bias(params),
             "bad_words": bool(entry.bad_word_ids),
             "min_tokens": params.min_tokens > num_output and bool(entry.stop_ids),
             "filters": filters,
@@ -125,8 +128,6 @@ class SamplingTables:
             self._set_counts(entry)
         if uses["bias"]:
             self._set_bias(slot, params)
-        elif self._bias is not None:
-            self._bias[slot] = 0
         if uses["bad_words"]:
             self._set_bad_words(slot, entry.bad_word_ids)
         elif self._bad_last is not None:
@@ -245,29 +246,38 @@ class SamplingTables:
     ) -> torch.Tensor:
         """Masks, bias and penalties, in fp32; the logits themselves when no row has any."""
         steps: list[Callable[[torch.Tensor], None]] = []
-        if masks is not None:
-            steps.append(lambda x: self._apply_masks(x, masks))
-        if self._any("bias", slots) and self._bias is not None:
-            bias = self._bias
-            steps.append(lambda x: x.add_(bias[device_slots]))
         if self._any("bad_words", slots):
             steps.append(lambda x: self._mask_bad_words(x, device_slots, positions, token_table))
         if self._any("min_tokens", slots):
             steps.append(lambda x: self._mask_early_stops(x, device_slots, positions))
         if self._any("penalties", slots):
             steps.append(lambda x: self._penalise(x, device_slots))
-        if not steps:
+        if masks is not None or self._any("bias", slots):
+            adjusted = self._mask_and_bias(logits, slots, device_slots, masks)
+        elif steps:
+            adjusted = logits.to(torch.float32, copy=True)
+        else:
             return logits
-        adjusted = logits.to(torch.float32, copy=True)
         for step in steps:
             step(adjusted)
         return adjusted
 
-    def _apply_masks(self, x: torch.Tensor, masks: TokenMasks) -> None:
-        rows, bits = self._to_device(masks.rows), self._to_device(masks.bits)
-        shifts = torch.arange(32, dtype=torch.int32, device=self.device)
-        allowed = (bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, : self.vocab_size]
-        x[rows] = x[rows].masked_fill(~allowed, float("-inf"))
+    def _mask_and_bias(
+        self, logits: torch.Tensor, slots: np.ndarray, device_slots: torch.Tensor, masks: TokenMasks | None
+    ) -> torch.Tensor:
+        mask_of_slot, mask_bits = self._no_masks, None
+        if masks is not None:
+            numbers = np.full(self.max_num_seqs, -1, dtype=np.int32)
+            numbers[slots[masks.rows]] = np.arange(len(masks.rows))
+            mask_of_slot, mask_bits = self._to_device(numbers), self._to_device(masks.bits)
+        return kernels.mask_and_bias(
+            logits,
+            device_slots,
+            mask_of_slot=mask_of_slot,
+            mask_bits=mask_bits,
+            has_bias=self._integers[4],
+            bias=self._bias,
+        )
 
     def _mask_bad_words(
         self, x: torch.Tensor, device_slots: torch.Tensor, positions: torch.Tensor, token_table: torch.Tensor
@@ -316,6 +326,10 @@ def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) ->
     logprobs, ranks, normalisers = kernels.token_logprobs(logits, token_ids)
     ids = kernels.best_ids(logits, num_top)
     return TopLogprobs(logprobs, ranks, ids, logits.gather(1, ids).float() - normalisers[:, None])
+
+
+def _has_bias(params: SamplingParams) -> bool:
+    return bool(params.logit_bias) or params.allowed_token_ids is not None
 
 
 def _mask(x: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:

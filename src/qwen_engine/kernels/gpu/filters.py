@@ -1,4 +1,4 @@
-"""What sampling does to a row of logits before the draw: penalties, and the limit of top-k, top-p and min-p.
+"""What sampling does to a row of logits before the draw: masks, bias, penalties, and the limit of top-k, top-p, min-p.
 
 The limit is searched for, not sorted for. A logit's distance below the row's largest one is a float of at least zero,
 so its bits, read as an integer, grow with it; bounds are such bits. Rows are cut into chunks, and a few launches, whose
@@ -23,6 +23,7 @@ from qwen_engine.kernels.gpu.common import cdiv, next_power_of_2
 from qwen_engine.kernels.gpu.launching import Kernel
 from qwen_engine.request import GREEDY_TEMPERATURE
 
+_BIAS_CHUNK = 2048
 _PENALTY_CHUNK = 2048
 # A row is cut into chunks, one program each. Their size must not depend on the batch: it sets the order of the sums.
 _CHUNK = 4096
@@ -41,6 +42,65 @@ _TILE = 1024  # what the one program of a row takes at a time
 _PARAMETERS = ["temperature", "top_k", "top_p", "min_p"]
 _FACTORS = ["presence", "frequency", "repetition"]
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+
+
+@Kernel
+@triton.jit
+def _mask_and_bias_kernel(
+    logits,
+    slots,
+    mask_of_slot,
+    mask_bits,
+    has_bias,
+    bias,
+    out,
+    logits_stride,
+    mask_stride,
+    vocab_size,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = column < vocab_size
+    x = tl.load(logits + row * logits_stride + column, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        mask = tl.load(mask_of_slot + slot)
+        if mask >= 0:
+            words = tl.load(mask_bits + mask.to(tl.int64) * mask_stride + column // 32, mask=inside, other=0)
+            x = tl.where(((words >> (column % 32)) & 1) != 0, x, float("-inf"))
+        if tl.load(has_bias + slot) != 0:
+            x += tl.load(bias + slot * vocab_size + column, mask=inside, other=0.0)
+    tl.store(out + row * vocab_size + column, x, mask=inside)
+
+
+def mask_and_bias(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    mask_of_slot: torch.Tensor,
+    mask_bits: torch.Tensor | None,
+    has_bias: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, vocab_size = logits.shape
+    out = torch.empty((rows, vocab_size), dtype=torch.float32, device=logits.device)
+    _mask_and_bias_kernel[(rows, cdiv(vocab_size, _BIAS_CHUNK))](
+        logits,
+        slots,
+        mask_of_slot,
+        # What no slot has is not read; one kernel serves all.
+        mask_of_slot if mask_bits is None else mask_bits,
+        has_bias,
+        out if bias is None else bias,
+        out,
+        logits.stride(0),
+        cdiv(vocab_size, 32),
+        vocab_size,
+        CHUNK=_BIAS_CHUNK,
+        num_warps=4,
+    )
+    return out
 
 
 @Kernel
