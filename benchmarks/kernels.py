@@ -390,33 +390,42 @@ def peaked_logits(rows: int) -> torch.Tensor:
     return logits.scatter_(1, ids, torch.linspace(18, 6, 300, device=DEVICE).expand(rows, -1)).to(DTYPE)
 
 
-def bench_mask_and_bias(table: Table, rows: int) -> None:
-    """Each row with a mask, a bias or both."""
-    size = rows * VOCABULARY
-    sets = [normal(rows, VOCABULARY) for _ in range(rotation(6 * size))]
-    slots = torch.arange(rows, device=DEVICE)
-    bias = normal(rows, VOCABULARY).float()
-    bits = torch.randint(2**31, (rows, VOCABULARY // 32), device=DEVICE, dtype=torch.int32) | 1
-    for kind, masked, biased in (("bias", False, True), ("mask", True, False), ("both", True, True)):
-        options = {
-            "mask_of_slot": slots.int() if masked else torch.full((rows,), -1, dtype=torch.int32, device=DEVICE),
-            "mask_bits": bits if masked else None,
-            "has_bias": torch.full_like(slots, biased),
-            "bias": bias if biased else None,
+def bench_adjustments(table: Table) -> None:
+    """Masks, biases and penalties, each of every row, and all together; slots have 1000 tokens behind them."""
+    for rows in (1, 16, 256):
+        size = rows * VOCABULARY
+        sets = [normal(rows, VOCABULARY) * 3 for _ in range(rotation(6 * size))]
+        slots = torch.arange(rows, device=DEVICE)
+        bias = normal(rows, VOCABULARY).float()
+        bits = torch.randint(2**31, (rows, VOCABULARY // 32), device=DEVICE, dtype=torch.int32) | 1
+        counts = torch.zeros(rows, VOCABULARY, dtype=torch.int32, device=DEVICE)
+        counts.scatter_(1, torch.randint(VOCABULARY, (rows, 1000), device=DEVICE), 1)
+        in_prompt = counts.roll(7, dims=1) > 0
+        factors = torch.full((3, rows), 0.1, device=DEVICE)
+        presence, repetition = factors.clone(), factors.clone()
+        presence[2], repetition[2] = 1.0, 1.1
+        masks, biases = (slots.int(), bits), (torch.ones_like(slots), bias)
+        kinds = {  # and bytes a token id beside those of the logits
+            "masks": ({"masks": masks}, 1 / 8),
+            "biases": ({"biases": biases}, 4),
+            "presence": ({"penalties": (counts, in_prompt, presence)}, 4),
+            "repetition": ({"penalties": (counts, in_prompt, repetition)}, 5),
+            "all": ({"masks": masks, "biases": biases, "penalties": (counts, in_prompt, repetition)}, 9 + 1 / 8),
         }
-        outs = [impl.mask_and_bias(sets[0], slots, **options).softmax(dim=1) for impl in (gpu, reference)]
-        table.row(
-            "mask_and_bias",
-            f"{rows} x {VOCABULARY}, {kind}",
-            error=relative_error(*outs),  # of probabilities, as the logits have infinities
-            calls=[partial(gpu.mask_and_bias, x, slots, **options) for x in sets],
-            moved=size * (6 + 4 * biased),
-        )
+        for kind, (options, read) in kinds.items():
+            # Probabilities are compared, as the logits have infinities.
+            outs = [impl.adjust_logits(sets[0], slots, **options).softmax(dim=1) for impl in (gpu, reference)]
+            table.row(
+                "adjust_logits",
+                f"{rows} x {VOCABULARY}, {kind}",
+                error=relative_error(*outs),
+                calls=[partial(gpu.adjust_logits, x, slots, **options) for x in sets],
+                moved=size * (6 + read),
+            )
 
 
 def bench_filters(table: Table) -> None:
-    """top-k, top-p and both, beside a full sort; masks and biases; penalties of a slot with 1000 tokens behind
-    it."""
+    """top-k, top-p and both, beside a full sort."""
     off = 2**31
     kinds = {
         "peaked": (peaked_logits, 0.6),
@@ -442,26 +451,6 @@ def bench_filters(table: Table) -> None:
                     moved=size,
                     beside={"torch sort": [partial(torch.sort, x, dim=1) for x in sets[:2]]} if top_k == off else None,
                 )
-        bench_mask_and_bias(table, rows)
-        size = rows * VOCABULARY * 5
-        sets = [normal(rows, VOCABULARY).float() * 3 for _ in range(rotation(size))]
-        counts = torch.zeros(rows, VOCABULARY, dtype=torch.int32, device=DEVICE)
-        counts.scatter_(1, torch.randint(VOCABULARY, (rows, 1000), device=DEVICE), 1)
-        in_prompt = counts.roll(7, dims=1) > 0
-        slots = torch.arange(rows, device=DEVICE)
-        # A repetition near 1: the tensors stay finite over many calls.
-        for kind, repetition in (("presence", 1.0), ("repetition", 1.01)):
-            factors = (none + 0.1, none + 0.1, none + repetition)
-            x, expected = sets[0].clone(), sets[0].clone()
-            gpu.penalise(x, slots, counts, in_prompt, *factors)
-            reference.penalise(expected, slots, counts, in_prompt, *factors)
-            table.row(
-                "penalise",
-                f"{rows} x {VOCABULARY}, {kind}",
-                error=relative_error(x, expected),
-                calls=[partial(gpu.penalise, x, slots, counts, in_prompt, *factors) for x in sets],
-                moved=rows * VOCABULARY * (4 if repetition == 1 else 5),
-            )
 
 
 def bench_sampling(table: Table) -> None:
@@ -507,6 +496,7 @@ BENCHES = {
     "decode": bench_decode,
     "prefill": bench_prefill,
     "sampling": bench_sampling,
+    "adjustments": bench_adjustments,
     "filters": bench_filters,
 }
 

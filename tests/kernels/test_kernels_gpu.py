@@ -281,13 +281,8 @@ def test_a_filtered_draw_is_a_draw_from_what_is_left():
 
 @dtypes
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (9, 300), (5, 4099), (64, 151936)])
-def test_masks_and_biases_change_their_rows_alone(dtype, rows, vocab_size):
-    checks.check_mask_and_bias(gpu, "cuda", dtype, rows, vocab_size)
-
-
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (4, 2500)])
-def test_penalties_equal_their_formula(rows, vocab_size):
-    checks.check_penalise(gpu, "cuda", rows, vocab_size)
+def test_masks_biases_and_penalties_change_their_rows_alone(dtype, rows, vocab_size):
+    checks.check_adjust_logits(gpu, "cuda", dtype, rows, vocab_size)
 
 
 @dtypes

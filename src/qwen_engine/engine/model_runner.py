@@ -216,7 +216,6 @@ class ModelRunner:
     def _launch_all(self, max_num_batched_tokens: int) -> None:
         max_num_seqs = len(self.tables.known_tokens)
         few, many = min(4, max_num_seqs), min(MAX_CHUNKS + 1, max_num_seqs)
-        masks = TokenMasks(np.zeros(1, dtype=np.int64), np.zeros((1, -(-self.config.vocab_size // 32)), dtype=np.int32))
         # What runs eagerly: many tokens in many prompts or few, fewer tokens, many short prompts, behind a context too.
         for step in (
             self._trial_step(max_num_seqs, max_num_batched_tokens),
@@ -225,7 +224,7 @@ class ModelRunner:
             self._trial_step(many, min(10 * many, max_num_batched_tokens)),
             self._trial_step(many, min(10 * many, max_num_batched_tokens), context=1024),
         ):
-            self._execute(step, masks)
+            self._execute(step, None)
         parts = self._parts_to_capture()
         if not self.decode.sizes:  # then decode steps are eager, and not padded
             parts.append((self.decode.calls, range(1, max_num_seqs + 1)))
@@ -241,7 +240,7 @@ class ModelRunner:
         num_seqs = min(num_seqs, num_tokens)
         length = min(num_tokens // num_seqs, self.max_model_len - 1)
         context = min(context, self.max_model_len - 1 - length)
-        params = SamplingParams(temperature=1.0, top_p=top_p, repetition_penalty=1.1, logprobs=1)
+        params = SamplingParams(temperature=1.0, top_p=top_p, repetition_penalty=1.1, min_tokens=1, logprobs=1)
         added = [
             SlotInit(
                 slot=slot,
@@ -252,7 +251,7 @@ class ModelRunner:
                 block_ids=block_table([0] * -(-(context + length) // self.block_size)),
                 params=params,
                 seed=0,
-                stop_ids=(),
+                stop_ids=(0,),
                 bad_word_ids=(),
             )
             for slot in range(num_seqs)

@@ -213,42 +213,28 @@ def prefill_attention(
     )
 
 
-def mask_and_bias(
+def adjust_logits(
     logits: torch.Tensor,
     slots: torch.Tensor,
     *,
-    mask_of_slot: torch.Tensor,
-    mask_bits: torch.Tensor | None,
-    has_bias: torch.Tensor,
-    bias: torch.Tensor | None,
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A copy of logits [rows, vocab] in fp32 in which ids that a row's mask leaves out are -inf, and biases are added.
+    """Apply masks, biases and the three penalties, in this order; gives fp32 [rows, vocab].
 
-    slots: int64 [rows]; rows of -1 are copied as they are. By slot: mask_of_slot int32, -1 for none, is a row of
-    mask_bits int32 [masks, ceil(vocab / 32)], lowest bit first; has_bias int64, 0 or 1; bias fp32 [max_num_seqs,
-    vocab]. Without any mask, or any bias, there need be no mask_bits, or bias.
+    logits: [rows, vocab]; slots: int64 [rows], rows of -1 stay as they are. out: where the result goes, contiguous; the
+    logits themselves, if they are fp32, or a new tensor when None. By slot:
+
+    masks: int32 [max_num_seqs], the slot's row of the bits or -1 for none, and bits int32 [n, ceil(vocab / 32)], lowest
+    first. Ids without a bit become -inf.
+    biases: int64 [max_num_seqs], 1 where the slot has a bias and 0 else, and what is added, fp32 [max_num_seqs, vocab].
+    penalties: counts in the output int32 and whether in the prompt bool, [max_num_seqs, vocab]; and presence, frequency
+    and repetition, fp32 [3, max_num_seqs]. Ids that prompt or output hold: a positive logit is divided by the
+    repetition, any other multiplied. Ids of the output: less frequency times their count and less presence.
     """
-    return _backend(logits).mask_and_bias(
-        logits, slots, mask_of_slot=mask_of_slot, mask_bits=mask_bits, has_bias=has_bias, bias=bias
-    )
-
-
-def penalise(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    output_counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
-) -> None:
-    """Apply the three penalties to fp32 logits [rows, vocab], in place.
-
-    Ids that the slot's prompt or output holds: a positive logit is divided by `repetition`, any other multiplied. Ids
-    of the output: less `frequency` times their count and less `presence`. slots: int64 [rows], rows of -1 are left
-    alone; output_counts int32 and in_prompt bool [max_num_seqs, vocab] by slot; the factors fp32 [rows].
-    """
-    _backend(logits).penalise(logits, slots, output_counts, in_prompt, presence, frequency, repetition)
+    return _backend(logits).adjust_logits(logits, slots, masks=masks, biases=biases, penalties=penalties, out=out)
 
 
 def lowest_kept(

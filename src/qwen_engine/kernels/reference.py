@@ -192,44 +192,51 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int,
     return -torch.log(-torch.log(uniform))
 
 
-def mask_and_bias(
+def adjust_logits(
     logits: torch.Tensor,
     slots: torch.Tensor,
     *,
-    mask_of_slot: torch.Tensor,
-    mask_bits: torch.Tensor | None,
-    has_bias: torch.Tensor,
-    bias: torch.Tensor | None,
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    x = logits.to(torch.float32, copy=True)
+    x = logits.to(torch.float32, copy=True) if out is None else out.copy_(logits)
     live = torch.nonzero(slots >= 0)[:, 0]
-    if mask_bits is not None:
-        masks = mask_of_slot[slots[live]].long()
-        masked = live[masks >= 0]
-        shifts = torch.arange(32, dtype=torch.int32, device=x.device)
-        allowed = (mask_bits[masks[masks >= 0]][:, :, None] >> shifts & 1).bool().flatten(1)[:, : x.shape[1]]
-        x[masked] = x[masked].masked_fill(~allowed, -torch.inf)
-    if bias is not None:
+    if masks is not None:
+        _mask(x, live, slots[live], *masks)
+    if biases is not None:
+        has_bias, bias = biases
         biased = live[has_bias[slots[live]] != 0]
         x[biased] += bias[slots[biased]]
+    if penalties is not None:
+        _penalise(x, live, slots[live], *penalties)
     return x
 
 
-def penalise(
-    logits: torch.Tensor,
+def _mask(
+    x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, mask_of_slot: torch.Tensor, bits: torch.Tensor
+) -> None:
+    masks = mask_of_slot[slots].long()
+    rows, masks = rows[masks >= 0], masks[masks >= 0]
+    shifts = torch.arange(32, dtype=torch.int32, device=x.device)
+    allowed = (bits[masks][:, :, None] >> shifts & 1).bool().flatten(1)[:, : x.shape[1]]
+    x[rows] = x[rows].masked_fill(~allowed, -torch.inf)
+
+
+def _penalise(
+    x: torch.Tensor,
+    rows: torch.Tensor,
     slots: torch.Tensor,
     output_counts: torch.Tensor,
     in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
+    factors: torch.Tensor,
 ) -> None:
-    live = torch.nonzero(slots >= 0)[:, 0]
-    x, counts = logits[live], output_counts[slots[live]]
+    presence, frequency, repetition = factors[:, slots, None]
+    counts, y = output_counts[slots], x[rows]
     present = counts > 0
-    factor = repetition[live, None]
-    x = torch.where(present | in_prompt[slots[live]], torch.where(x > 0, x / factor, x * factor), x)
-    logits[live] = x - (frequency[live, None] * counts + presence[live, None] * present)
+    y = torch.where(present | in_prompt[slots], torch.where(y > 0, y / repetition, y * repetition), y)
+    x[rows] = y - (frequency * counts + presence * present)
 
 
 def lowest_kept(

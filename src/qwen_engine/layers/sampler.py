@@ -59,7 +59,6 @@ class SamplingTables:
         # Rows: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come, and
         # whether the slot has a bias.
         self._integers = torch.zeros(5, max_num_seqs, dtype=torch.int64, device=device)
-        self._no_masks = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
         self._stop_ids = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=device)
         self._bias: torch.Tensor | None = None  # fp32 [max_num_seqs, vocab]; -inf masks
         self._output_counts: torch.Tensor | None = None  # int32 [max_num_seqs, vocab]
@@ -245,39 +244,36 @@ class SamplingTables:
         masks: TokenMasks | None,
     ) -> torch.Tensor:
         """Masks, bias and penalties, in fp32; the logits themselves when no row has any."""
-        steps: list[Callable[[torch.Tensor], None]] = []
+        lowers: list[Callable[[torch.Tensor], None]] = []
         if self._any("bad_words", slots):
-            steps.append(lambda x: self._mask_bad_words(x, device_slots, positions, token_table))
+            lowers.append(lambda x: self._mask_bad_words(x, device_slots, positions, token_table))
         if self._any("min_tokens", slots):
-            steps.append(lambda x: self._mask_early_stops(x, device_slots, positions))
-        if self._any("penalties", slots):
-            steps.append(lambda x: self._penalise(x, device_slots))
-        if masks is not None or self._any("bias", slots):
-            adjusted = self._mask_and_bias(logits, slots, device_slots, masks)
-        elif steps:
-            adjusted = logits.to(torch.float32, copy=True)
-        else:
+            lowers.append(lambda x: self._mask_early_stops(x, device_slots, positions))
+        biases = penalties = None
+        if self._any("bias", slots) and self._bias is not None:
+            biases = (self._integers[4], self._bias)
+        if self._any("penalties", slots) and self._output_counts is not None and self._in_prompt is not None:
+            # Rows without penalties have neutral factors, so the counts that an earlier request left do not matter.
+            penalties = (self._output_counts, self._in_prompt, self._floats[3:])
+        if not lowers and masks is None and biases is None and penalties is None:
             return logits
-        for step in steps:
-            step(adjusted)
-        return adjusted
-
-    def _mask_and_bias(
-        self, logits: torch.Tensor, slots: np.ndarray, device_slots: torch.Tensor, masks: TokenMasks | None
-    ) -> torch.Tensor:
-        mask_of_slot, mask_bits = self._no_masks, None
-        if masks is not None:
-            numbers = np.full(self.max_num_seqs, -1, dtype=np.int32)
-            numbers[slots[masks.rows]] = np.arange(len(masks.rows))
-            mask_of_slot, mask_bits = self._to_device(numbers), self._to_device(masks.bits)
-        return kernels.mask_and_bias(
+        adjusted = kernels.adjust_logits(
             logits,
             device_slots,
-            mask_of_slot=mask_of_slot,
-            mask_bits=mask_bits,
-            has_bias=self._integers[4],
-            bias=self._bias,
+            masks=None if masks is None else self._masks_by_slot(masks, slots),
+            biases=biases,
+            penalties=None if lowers else penalties,
         )
+        for lower in lowers:
+            lower(adjusted)
+        if lowers and penalties is not None:
+            kernels.adjust_logits(adjusted, device_slots, penalties=penalties, out=adjusted)
+        return adjusted
+
+    def _masks_by_slot(self, masks: TokenMasks, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = np.full(self.max_num_seqs, -1, dtype=np.int32)
+        numbers[slots[masks.rows]] = np.arange(len(masks.rows))
+        return self._to_device(numbers), self._to_device(masks.bits)
 
     def _mask_bad_words(
         self, x: torch.Tensor, device_slots: torch.Tensor, positions: torch.Tensor, token_table: torch.Tensor
@@ -298,13 +294,6 @@ class SamplingTables:
         stop_ids = self._stop_ids[device_slots]
         too_early = positions < self._integers[3, device_slots]
         _mask(x, stop_ids, too_early[:, None] & (stop_ids >= 0))
-
-    def _penalise(self, x: torch.Tensor, device_slots: torch.Tensor) -> None:
-        """Rows without penalties have neutral factors, so the counts an earlier request left there do not matter."""
-        assert self._output_counts is not None
-        assert self._in_prompt is not None
-        factors = self._floats[3:, device_slots].unbind(0)
-        kernels.penalise(x, device_slots, self._output_counts, self._in_prompt, *factors)
 
     def _any(self, feature: str, slots: np.ndarray) -> bool:
         return bool(self._uses[feature][slots].any())

@@ -9,7 +9,7 @@ from qwen_engine.kernels.gpu import deterministic
 from qwen_engine.kernels.gpu.bookkeeping import advance, advance_to_best, decode_inputs
 from qwen_engine.kernels.gpu.decode import decode_attention
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
-from qwen_engine.kernels.gpu.filters import lowest_kept, mask_and_bias, penalise
+from qwen_engine.kernels.gpu.filters import adjust_logits, lowest_kept
 from qwen_engine.kernels.gpu.launching import compile_launched
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import prefill_attention
@@ -20,6 +20,7 @@ from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear, linear_pa
 
 __all__ = [
     "add_rms_norm",
+    "adjust_logits",
     "advance",
     "advance_to_best",
     "best_ids",
@@ -33,8 +34,6 @@ __all__ = [
     "linear",
     "linear_parts",
     "lowest_kept",
-    "mask_and_bias",
-    "penalise",
     "prefill_attention",
     "push_add_rms_norm",
     "qk_norm_rope_kv_write",
