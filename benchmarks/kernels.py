@@ -397,8 +397,42 @@ def peaked_logits(rows: int) -> torch.Tensor:
     return logits.scatter_(1, ids, torch.linspace(18, 6, 300, device=DEVICE).expand(rows, -1)).to(DTYPE)
 
 
+def bench_adjustments(table: Table) -> None:
+    """Masks, biases and penalties, each of every row, and all together; slots have 1000 tokens behind them."""
+    for rows in (1, 16, 256):
+        size = rows * VOCABULARY
+        sets = [normal(rows, VOCABULARY) * 3 for _ in range(rotation(6 * size))]
+        slots = torch.arange(rows, device=DEVICE)
+        bias = normal(rows, VOCABULARY).float()
+        bits = torch.randint(2**31, (rows, VOCABULARY // 32), device=DEVICE, dtype=torch.int32) | 1
+        counts = torch.zeros(rows, VOCABULARY, dtype=torch.int32, device=DEVICE)
+        counts.scatter_(1, torch.randint(VOCABULARY, (rows, 1000), device=DEVICE), 1)
+        in_prompt = counts.roll(7, dims=1) > 0
+        factors = torch.full((3, rows), 0.1, device=DEVICE)
+        presence, repetition = factors.clone(), factors.clone()
+        presence[2], repetition[2] = 1.0, 1.1
+        masks, biases = (slots.int(), bits), (torch.ones_like(slots), bias)
+        kinds = {  # and bytes a token id beside those of the logits
+            "masks": ({"masks": masks}, 1 / 8),
+            "biases": ({"biases": biases}, 4),
+            "presence": ({"penalties": (counts, in_prompt, presence)}, 4),
+            "repetition": ({"penalties": (counts, in_prompt, repetition)}, 5),
+            "all": ({"masks": masks, "biases": biases, "penalties": (counts, in_prompt, repetition)}, 9 + 1 / 8),
+        }
+        for kind, (options, read) in kinds.items():
+            # Probabilities are compared, as the logits have infinities.
+            outs = [impl.adjust_logits(sets[0], slots, **options).softmax(dim=1) for impl in (gpu, reference)]
+            table.row(
+                "adjust_logits",
+                f"{rows} x {VOCABULARY}, {kind}",
+                error=relative_error(*outs),
+                calls=[partial(gpu.adjust_logits, x, slots, **options) for x in sets],
+                moved=size * (6 + read),
+            )
+
+
 def bench_filters(table: Table) -> None:
-    """top-k, top-p and both, beside a full sort; penalties of a slot with 1000 tokens behind it."""
+    """top-k, top-p and both, beside a full sort."""
     off = 2**31
     kinds = {
         "peaked": (peaked_logits, 0.6),
@@ -424,25 +458,6 @@ def bench_filters(table: Table) -> None:
                     moved=size,
                     beside={"torch sort": [partial(torch.sort, x, dim=1) for x in sets[:2]]} if top_k == off else None,
                 )
-        size = rows * VOCABULARY * 5
-        sets = [normal(rows, VOCABULARY).float() * 3 for _ in range(rotation(size))]
-        counts = torch.zeros(rows, VOCABULARY, dtype=torch.int32, device=DEVICE)
-        counts.scatter_(1, torch.randint(VOCABULARY, (rows, 1000), device=DEVICE), 1)
-        in_prompt = counts.roll(7, dims=1) > 0
-        slots = torch.arange(rows, device=DEVICE)
-        # A repetition near 1: the tensors stay finite over many calls.
-        for kind, repetition in (("presence", 1.0), ("repetition", 1.01)):
-            factors = (none + 0.1, none + 0.1, none + repetition)
-            x, expected = sets[0].clone(), sets[0].clone()
-            gpu.penalise(x, slots, counts, in_prompt, *factors)
-            reference.penalise(expected, slots, counts, in_prompt, *factors)
-            table.row(
-                "penalise",
-                f"{rows} x {VOCABULARY}, {kind}",
-                error=relative_error(x, expected),
-                calls=[partial(gpu.penalise, x, slots, counts, in_prompt, *factors) for x in sets],
-                moved=rows * VOCABULARY * (4 if repetition == 1 else 5),
-            )
 
 
 def bench_sampling(table: Table) -> None:
@@ -469,6 +484,15 @@ def bench_sampling(table: Table) -> None:
             calls=[partial(gpu.token_logprobs, x, chosen) for x in sets],
             moved=size,
         )
+        for count in (1, 5, 20):
+            best = gpu.best_ids(sets[0], count)
+            table.row(
+                "best_ids",
+                f"{rows} x {VOCABULARY}, {count}",
+                error=(best != reference.best_ids(sets[0], count)).double().mean().item(),
+                calls=[partial(gpu.best_ids, x, count) for x in sets],
+                moved=size,
+            )
 
 
 BENCHES = {
@@ -479,6 +503,7 @@ BENCHES = {
     "decode": bench_decode,
     "prefill": bench_prefill,
     "sampling": bench_sampling,
+    "adjustments": bench_adjustments,
     "filters": bench_filters,
 }
 

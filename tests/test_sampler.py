@@ -476,6 +476,15 @@ def test_the_top_of_equals_are_the_lowest_ids_in_any_batch():
         assert torch.equal(values.top_logprobs[:, 2], values.logprobs)
 
 
+def test_a_row_without_bias_is_not_touched_by_what_its_slot_had_before():
+    logits = torch.linspace(1, 0, VOCAB)[None]
+    batch = Batch()
+    batch.put({0: Row(SamplingParams(temperature=0.0, logit_bias={5: 50.0})), 1: Row(SamplingParams(temperature=0.0))})
+    assert batch.sample(logits.expand(2, -1).clone(), [0, 1]) == [5, 0]
+    batch.put({0: Row(SamplingParams(temperature=0.0)), 1: Row(SamplingParams(logit_bias={7: 50.0}, temperature=0.0))})
+    assert batch.sample(logits.expand(2, -1).clone(), [0, 1]) == [0, 7]
+
+
 @pytest.mark.parametrize("vocab", [5, 32, 61, 64])
 def test_masked_rows_choose_among_the_allowed_ids_and_leave_the_others_alone(vocab):
     """A mask is what `allowed_token_ids` would be, for one step and whatever other features the row has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +16,46 @@ class Logprob:
     decoded_token: str | None = None
 
 
-PositionLogprobs = dict[int, Logprob]
-"""Token id → Logprob at one position: the top ones, and always the token that stands there."""
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PositionLogprobs(Mapping[int, Logprob]):
+    """Token id → Logprob at one position: the top ones by rank, and always the token that stands there.
+
+    Kept as plain tuples, and a `Logprob` is made when it is looked at. Python's garbage collector walks through all
+    objects as soon as their number has grown by a quarter, but leaves out tuples of numbers; with an object for every
+    value that would hold up an engine for a tenth of a second every few dozen steps.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    texts: tuple[str | None, ...] | None = None
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        if token_id not in self.token_ids:
+            raise KeyError(token_id)
+        index = self.token_ids.index(token_id)
+        text = None if self.texts is None else self.texts[index]
+        return Logprob(self.logprobs[index], self.ranks[index], text)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def items(self) -> ItemsView[int, Logprob]:
+        return self._as_dict().items()
+
+    def values(self) -> ValuesView[Logprob]:
+        return self._as_dict().values()
+
+    def __repr__(self) -> str:
+        return repr(self._as_dict())
+
+    def _as_dict(self) -> dict[int, Logprob]:
+        """All at once: for a whole vocabulary a search for each would take minutes."""
+        texts = (None,) * len(self) if self.texts is None else self.texts
+        return dict(zip(self.token_ids, map(Logprob, self.logprobs, self.ranks, texts)))
 
 
 class SequenceOutput(Protocol):

@@ -612,29 +612,66 @@ def check_filtered_argmax(impl: ModuleType, device: str) -> None:
     assert (chosen != impl.gumbel_argmax(logits, temperature, seeds, seeds)).any()
 
 
-def check_penalise(impl: ModuleType, device: str, rows: int, vocab_size: int) -> None:
+def check_adjust_logits(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
+    """Rows with a mask, a bias, penalties, some of them, none, and of padding, inside wider rows; a table's rows that
+    no row may read would show. Masks and biases are exact."""
     rng = generator(device, rows, vocab_size)
     num_slots = rows + 2
-    logits = normal(rng, rows, vocab_size, dtype=torch.float32) * 4
+    logits = torch.full((rows, vocab_size + 24), NAN, dtype=dtype, device=device)[:, 8 : 8 + vocab_size]
+    logits.copy_(normal(rng, rows, vocab_size, dtype=torch.float32) * 4)
     logits[:, ::6] = -math.inf
-    counts = torch.randint(-3, 4, (num_slots, vocab_size), generator=rng, device=device, dtype=torch.int32).clamp(min=0)
-    in_prompt = torch.rand((num_slots, vocab_size), generator=rng, device=device) < 0.2
+    logits[:, 1::7] = -0.0
     slots = torch.randperm(num_slots, generator=rng, device=device)[:rows]
     slots[rows // 2] = -1
-    factors = [torch.rand(rows, generator=rng, device=device) * 2 + low for low in (-1.0, -1.0, 0.3)]
-    factors[2][1::3] = 1.0  # only the output counts
-    for factor, neutral in zip(factors, (0.0, 0.0, 1.0)):
-        factor[3::4] = neutral
-    expected = logits.double().clone()
-    for row, slot in enumerate(slots.tolist()):
-        for column in range(vocab_size if slot >= 0 else 0):
-            count, x = int(counts[slot, column]), expected[row, column]
-            presence, frequency, repetition = (float(factor[row]) for factor in factors)
-            if count or in_prompt[slot, column]:
-                x = x / repetition if x > 0 else x * repetition
-            expected[row, column] = x - frequency * count - presence * (count > 0)
-    impl.penalise(logits, slots, counts, in_prompt, *factors)
-    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-6)
+    slot_numbers = torch.arange(num_slots, device=device)
+    has_bias = (slot_numbers % 3 == 0).long()
+    bias = normal(rng, num_slots, vocab_size, dtype=torch.float32) * 5
+    bias[:, ::4] = -math.inf
+    bias[has_bias == 0] = NAN
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), generator=rng, device=device).int()
+    mask_of_slot = torch.randint(-1, 3, (num_slots,), generator=rng, device=device).int()
+    counts = torch.randint(-3, 4, (num_slots, vocab_size), generator=rng, device=device, dtype=torch.int32).clamp(min=0)
+    in_prompt = torch.rand((num_slots, vocab_size), generator=rng, device=device) < 0.2
+    factors = torch.rand(3, num_slots, generator=rng, device=device) * 2
+    factors += torch.tensor([[-1.0], [-1.0], [0.3]], device=device)
+    factors[2, 1::3] = 1.0  # only the output counts
+    factors[:, 3::4] = torch.tensor([[0.0], [0.0], [1.0]], device=device)
+    before = logits.clone()
+    parts = {
+        "masks": (mask_of_slot, bits),
+        "biases": (has_bias, bias),
+        "penalties": (counts, in_prompt, factors),
+    }
+    for chosen in range(8):
+        options = {name: part for index, (name, part) in enumerate(parts.items()) if chosen >> index & 1}
+        expected = before.to(torch.float32, copy=True)
+        for row, slot in enumerate(slots.tolist()):
+            if "masks" in options and slot >= 0 and mask_of_slot[slot] >= 0:
+                words = bits[mask_of_slot[slot]].tolist()
+                allowed = [words[column // 32] >> column % 32 & 1 for column in range(vocab_size)]
+                expected[row, torch.tensor(allowed, device=device) == 0] = -math.inf
+            if "biases" in options and slot >= 0 and has_bias[slot]:
+                expected[row] += bias[slot]
+        exact = expected.clone()
+        if "penalties" in options:
+            for row, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    presence, frequency, repetition = factors[:, slot].double().tolist()
+                    x, count = expected[row].double(), counts[slot].double()
+                    seen = (count > 0) | in_prompt[slot]
+                    x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+                    expected[row] = x - frequency * count - presence * (count > 0)
+        with poisoned_allocations():
+            out = impl.adjust_logits(logits, slots, **options)
+        assert out.dtype == torch.float32
+        assert torch.equal(logits, before)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-6)
+        if "penalties" not in options:
+            assert torch.equal(out.view(torch.int32)[:, 1::7], exact.view(torch.int32)[:, 1::7])  # -0.0 stays
+            assert torch.equal(out, exact)
+        else:
+            assert impl.adjust_logits(exact, slots, penalties=parts["penalties"], out=exact) is exact
+            assert torch.equal(exact, out)
 
 
 def check_decode_inputs(impl: ModuleType, device: str, rows: int) -> None:
@@ -759,6 +796,32 @@ def check_token_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows
     assert int(ranks[0]) == 1
 
 
+def check_best_ids(impl: ModuleType, device: str, dtype: torch.dtype, rows: int, vocab_size: int, count: int) -> None:
+    """Rows with and without equals, zeros of both signs, infinities and NaN, inside wider rows of what would win; the
+    order is that of Python's sort, and a row has it in any batch."""
+    rng = generator(device, rows, vocab_size, count)
+    wide = torch.full((rows, vocab_size + 24), 1e4, dtype=dtype, device=device)
+    logits = wide[:, 8 : 8 + vocab_size]
+    logits.copy_(normal(rng, rows, vocab_size, dtype=torch.float32) * 3)
+    logits[1::5] = logits[1::5].round().clamp(max=2)  # equals in every chunk, zeros of both signs among them
+    logits[2::5] = 0.0
+    logits[2::5, 1::2] = -0.0
+    logits[2::5, 5::9] = -math.inf
+    logits[3::5, 3:] = -math.inf
+    logits[3::5, 1::4] = NAN
+    logits[3::5, 2::7] = -NAN
+    logits[4::5, ::11] = math.inf
+    logits[4::5, 4::11] = -math.inf
+    with poisoned_allocations():
+        best = impl.best_ids(logits, count)
+        alone = impl.best_ids(logits[rows // 2 :][:1], count)
+    assert best.dtype == torch.int64
+    assert torch.equal(alone, best[rows // 2 :][:1])
+    values = torch.where(logits.isnan(), -math.inf, logits).tolist()
+    for row, ids in zip(values, best.tolist()):
+        assert ids == sorted(range(vocab_size), key=lambda column, row=row: (-row[column], column))[:count]
+
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = ((1, 1), (1, 64), (3, 100), (5, 257), (2, 1024))  # tokens, hidden
 LARGE_ROWS = ((1, 5120), (37, 4096), (64, 12800), (513, 1024))
@@ -776,4 +839,13 @@ SPANS = (
 )
 PRODUCTS = ((1, 32, 64), (3, 40, 100), (17, 64, 129), (33, 16, 48))  # tokens, rows of the weight, columns
 BATCHES = (1, 7, 256, 300)
+BEST = (
+    (1, 1, 1),
+    (3, 50, 50),
+    (5, 37, 0),
+    (7, 2047, 5),
+    (2, 2049, 64),
+    (5, 6200, 20),
+    (1, 40, 90),
+)  # rows, vocab, count
 VOCABULARIES = ((1, 5, 0), (3, 100, 7), (5, 1001, 128), (2, 4099, 4094))  # rows, vocab_size, vocab_start

@@ -56,6 +56,7 @@ def check_logprobs(impl: ModuleType, device: str, dtype: torch.dtype, rows: int,
     logits = normal(rng, rows, vocab_size, dtype=dtype) * 4
     token_ids = torch.randint(0, vocab_size, (rows,), generator=rng, device=device)
     check_rows(impl.token_logprobs, logits, token_ids)
+    check_rows(lambda logits: impl.best_ids(logits, 5), logits)
 
 
 def check_filters(impl: ModuleType, device: str, vocab_size: int) -> None:

@@ -280,15 +280,28 @@ def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(gpu, "cuda")
 
 
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (4, 2500)])
-def test_penalties_equal_their_formula(rows, vocab_size):
-    checks.check_penalise(gpu, "cuda", rows, vocab_size)
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (9, 300), (5, 4099), (64, 151936)])
+def test_masks_biases_and_penalties_change_their_rows_alone(dtype, rows, vocab_size):
+    checks.check_adjust_logits(gpu, "cuda", dtype, rows, vocab_size)
 
 
 @dtypes
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (3, 100), (64, 151936), (7, 4097)])
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size):
     checks.check_token_logprobs(gpu, "cuda", dtype, rows, vocab_size)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "count"), [*checks.BEST, (70, 1000, 1000), (5, 151936, 20)])
+def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
+    checks.check_best_ids(gpu, "cuda", dtype, rows, vocab_size, count)
+
+
+@pytest.mark.parametrize("count", [1, 5, 20, 64])
+def test_best_ids_of_a_large_batch_are_those_of_the_reference(count):
+    logits = torch.randn(300, 151936, device="cuda").bfloat16()  # with many equals
+    assert torch.equal(gpu.best_ids(logits, count), reference.best_ids(logits, count))
 
 
 def test_cuda_tensors_are_dispatched_to_triton():

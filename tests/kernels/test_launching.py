@@ -197,7 +197,8 @@ plain, greedy = SamplingParams(), SamplingParams(temperature=0.0)
 filtered, penalised = SamplingParams(top_k=5, top_p=0.9), SamplingParams(repetition_penalty=1.2)
 kinds = [
     [plain], [greedy], [filtered], [penalised], [plain, filtered, penalised], [SamplingParams(logit_bias={3: 1.0})],
-    [SamplingParams(logprobs=3)], [SamplingParams(prompt_logprobs=2)], [SamplingParams(min_p=0.1, logprobs=0)],
+    [SamplingParams(logprobs=3)], [SamplingParams(logprobs=1), SamplingParams(logprobs=16)],
+    [SamplingParams(prompt_logprobs=2)], [SamplingParams(min_p=0.1, logprobs=0)],
 ]
 with _EmptyIsZero():
     for number, params in enumerate(kinds):

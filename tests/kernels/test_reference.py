@@ -170,15 +170,22 @@ def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(reference, "cpu")
 
 
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (4, 300)])
-def test_penalties_equal_their_formula(rows, vocab_size):
-    checks.check_penalise(reference, "cpu", rows, vocab_size)
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (9, 300), (5, 4099)])
+def test_masks_biases_and_penalties_change_their_rows_alone(dtype, rows, vocab_size):
+    checks.check_adjust_logits(reference, "cpu", dtype, rows, vocab_size)
 
 
 @dtypes
 @pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, vocab_start):
     checks.check_token_logprobs(reference, "cpu", dtype, rows, vocab_size)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "count"), [*checks.BEST, (70, 1000, 1000)])
+def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
+    checks.check_best_ids(reference, "cpu", dtype, rows, vocab_size, count)
 
 
 def test_cpu_tensors_are_dispatched_to_the_reference():

@@ -16,6 +16,7 @@ from qwen_engine.kernels import gpu, reference  # noqa: E402
 from qwen_engine.kernels.gpu import (  # noqa: E402
     filters,
     prefill,
+    sampling,
     tiled_linear,
 )
 from qwen_engine.kernels.gpu.common import num_sms  # noqa: E402
@@ -222,9 +223,10 @@ def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(gpu, "cpu")
 
 
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (4, 300)])
-def test_penalties_equal_their_formula(rows, vocab_size):
-    checks.check_penalise(gpu, "cpu", rows, vocab_size)
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (9, 300), (5, 4099)])
+def test_masks_biases_and_penalties_change_their_rows_alone(dtype, rows, vocab_size):
+    checks.check_adjust_logits(gpu, "cpu", dtype, rows, vocab_size)
 
 
 @dtypes
@@ -248,6 +250,19 @@ def test_cgr_01_decode_inputs_and_advance_leave_padding_alone(rows):
 @pytest.mark.parametrize(("rows", "vocab_size", "vocab_start"), checks.VOCABULARIES)
 def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, vocab_start):
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab_size", "count"), checks.BEST)
+def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
+    checks.check_best_ids(gpu, "cpu", dtype, rows, vocab_size, count)
+
+
+@pytest.mark.parametrize("count", [3, 16, 17, 40])
+def test_best_ids_of_many_chunks_and_more_than_a_chunk_has(count, monkeypatch):
+    monkeypatch.setattr(sampling, "_BEST_CHUNK", 16)
+    monkeypatch.setattr(sampling, "_MOST_BEST", 40)
+    checks.check_best_ids(gpu, "cpu", torch.float32, 10, 301, count)
 
 
 def _split(lengths, kv_heads, programs, live=None):

@@ -16,7 +16,7 @@ from qwen_engine import cli
 from qwen_engine.errors import ConfigError, RequestError
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import DEMO_FOLDER
-from qwen_engine.outputs import Logprob
+from qwen_engine.outputs import Logprob, PositionLogprobs
 from qwen_engine.request import RequestSpec, SamplingParams
 from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
@@ -60,11 +60,16 @@ def test_a_request_crosses_unchanged_but_for_its_text():
             assert getattr(ours, name) == getattr(theirs, name), name
 
 
+def position(values: dict[int, Logprob]) -> PositionLogprobs:
+    columns = zip(*((token_id, value.logprob, value.rank) for token_id, value in values.items()))
+    return PositionLogprobs(*(columns if values else ((), (), ())))
+
+
 logprobs = st.dictionaries(
     st.integers(0, 2**31 - 1),
     st.builds(Logprob, st.floats(max_value=0, allow_nan=False), st.integers(1, 2**31)),
     max_size=4,
-)
+).map(position)
 
 
 @settings(max_examples=60)
@@ -118,8 +123,9 @@ def test_the_longest_sample_and_preemptions_of_a_request_that_was_cut_off_are_co
         assert f'p:{name}_count{{engine="0",model_name="m"}} 1.0\n' in text
 
 
-def entry(token_id: int, logprob: float = -0.5, **others: float) -> dict[int, Logprob]:
-    return {token_id: Logprob(logprob, 1), **{int(k[1:]): Logprob(v, 2 + i) for i, (k, v) in enumerate(others.items())}}
+def entry(token_id: int, logprob: float = -0.5, **others: float) -> PositionLogprobs:
+    more = {int(name[1:]): Logprob(value, rank) for rank, (name, value) in enumerate(others.items(), start=2)}
+    return position({token_id: Logprob(logprob, 1), **more})
 
 
 def test_offsets_count_characters_whatever_the_pieces(tokenizer):
@@ -167,7 +173,7 @@ def test_log_probabilities_of_a_long_prompt_share_the_texts_of_their_tokens(toke
 
 
 def test_the_sampled_token_is_always_among_the_top_ones(tokenizer):
-    values = {300: Logprob(-9.0, 50), 301: Logprob(-0.1, 1), 302: Logprob(-2.0, 2)}
+    values = position({300: Logprob(-9.0, 50), 301: Logprob(-0.1, 1), 302: Logprob(-2.0, 2)})
     piece = CompletionLogprobs(tokenizer, 1, skip_special_tokens=True).output([300], [values])
     assert list(piece["top_logprobs"][0].values()) == [-0.1, -9.0]
     (part,) = chat_logprobs(tokenizer, [300], [values], 1)

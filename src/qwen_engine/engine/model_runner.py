@@ -28,7 +28,7 @@ from qwen_engine.engine.token_sampler import TokenSampler
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.layers.sampler import TokenMasks, TopLogprobs, top_logprobs
 from qwen_engine.models.qwen3 import Qwen3Model
-from qwen_engine.outputs import Logprob, PositionLogprobs
+from qwen_engine.outputs import PositionLogprobs
 from qwen_engine.request import SamplingParams
 from qwen_engine.scheduling.block_manager import block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
@@ -100,14 +100,19 @@ class _HostLogprobs:
         ]
 
     def positions(self) -> list[PositionLogprobs]:
-        """One dictionary per row: the top tokens by rank, then the chosen token if it is not among them."""
-        token_ids, logprobs, ranks, top_ids, top_values = (tensor.tolist() for tensor in self._tensors)
+        """One map per row: the top tokens by rank, then the chosen token if it is not among them."""
         entries = []
-        for row, num_top in enumerate(self._num_top):
-            top = zip(top_ids[row][:num_top], top_values[row])
-            entry = {token: Logprob(value, rank) for rank, (token, value) in enumerate(top, start=1)}
-            entry[token_ids[row]] = Logprob(logprobs[row], ranks[row])
-            entries.append(entry)
+        columns = zip(self._num_top, *(tensor.tolist() for tensor in self._tensors))
+        for num_top, token_id, logprob, rank, ids, values in columns:
+            ids, values = ids[:num_top], values[:num_top]
+            ranks = [*range(1, len(ids) + 1)]
+            if token_id in ids:
+                ranks[ids.index(token_id)] = rank  # of equals all have the same, that of the first
+            else:
+                ids.append(token_id)
+                values.append(logprob)
+                ranks.append(rank)
+            entries.append(PositionLogprobs(tuple(ids), tuple(values), tuple(ranks)))
         return entries
 
 
@@ -235,7 +240,7 @@ class ModelRunner:
         num_seqs = min(num_seqs, num_tokens)
         length = min(num_tokens // num_seqs, self.max_model_len - 1)
         context = min(context, self.max_model_len - 1 - length)
-        params = SamplingParams(temperature=1.0, top_p=top_p, repetition_penalty=1.1, logprobs=1)
+        params = SamplingParams(temperature=1.0, top_p=top_p, repetition_penalty=1.1, min_tokens=1, logprobs=1)
         added = [
             SlotInit(
                 slot=slot,
@@ -246,7 +251,7 @@ class ModelRunner:
                 block_ids=block_table([0] * -(-(context + length) // self.block_size)),
                 params=params,
                 seed=0,
-                stop_ids=(),
+                stop_ids=(0,),
                 bad_word_ids=(),
             )
             for slot in range(num_seqs)
@@ -337,13 +342,14 @@ class ModelRunner:
         asked = self.tables.sampling.logprob_rows(slots)
         if not len(asked) or logits is None:
             return None
-        device_asked = self.tables.to_device(asked)
-        whole = self.model.lm_head.gather(logits[device_asked])
+        if len(asked) < len(slots):
+            device_asked = self.tables.to_device(asked)
+            logits, token_ids = logits[device_asked], token_ids[device_asked]
+        whole = self.model.lm_head.gather(logits)
         if self.tp.rank:
             return None  # only there to give its part of the logits
         num_top = self.tables.sampling.num_logprobs(slots[asked])
-        chosen = token_ids[device_asked]
-        return asked, _HostLogprobs(chosen, top_logprobs(whole, chosen, max(num_top)), num_top)
+        return asked, _HostLogprobs(token_ids, top_logprobs(whole, token_ids, max(num_top)), num_top)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, first: np.ndarray

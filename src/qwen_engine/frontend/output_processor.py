@@ -224,7 +224,4 @@ class RequestState:
     def _with_text(self, entry: PositionLogprobs) -> PositionLogprobs:
         if self._tokenizer is None:
             return entry
-        return {
-            token_id: replace(value, decoded_token=self._tokenizer.token_str(token_id))
-            for token_id, value in entry.items()
-        }
+        return replace(entry, texts=tuple(map(self._tokenizer.token_str, entry.token_ids)))

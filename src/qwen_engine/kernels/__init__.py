@@ -250,22 +250,28 @@ def prefill_attention(
     )
 
 
-def penalise(
+def adjust_logits(
     logits: torch.Tensor,
     slots: torch.Tensor,
-    output_counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
-) -> None:
-    """Apply the three penalties to fp32 logits [rows, vocab], in place.
+    *,
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Apply masks, biases and the three penalties, in this order; gives fp32 [rows, vocab].
 
-    Ids that the slot's prompt or output holds: a positive logit is divided by `repetition`, any other multiplied. Ids
-    of the output: less `frequency` times their count and less `presence`. slots: int64 [rows], rows of -1 are left
-    alone; output_counts int32 and in_prompt bool [max_num_seqs, vocab] by slot; the factors fp32 [rows].
+    logits: [rows, vocab]; slots: int64 [rows], rows of -1 stay as they are. out: where the result goes, contiguous; the
+    logits themselves, if they are fp32, or a new tensor when None. By slot:
+
+    masks: int32 [max_num_seqs], the slot's row of the bits or -1 for none, and bits int32 [n, ceil(vocab / 32)], lowest
+    first. Ids without a bit become -inf.
+    biases: int64 [max_num_seqs], 1 where the slot has a bias and 0 else, and what is added, fp32 [max_num_seqs, vocab].
+    penalties: counts in the output int32 and whether in the prompt bool, [max_num_seqs, vocab]; and presence, frequency
+    and repetition, fp32 [3, max_num_seqs]. Ids that prompt or output hold: a positive logit is divided by the
+    repetition, any other multiplied. Ids of the output: less frequency times their count and less presence.
     """
-    _backend(logits).penalise(logits, slots, output_counts, in_prompt, presence, frequency, repetition)
+    return _backend(logits).adjust_logits(logits, slots, masks=masks, biases=biases, penalties=penalties, out=out)
 
 
 def lowest_kept(
@@ -358,3 +364,11 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
     logits: [rows, vocab]; token_ids: int64 [rows]. The rank is 1 + the number of strictly greater logits.
     """
     return _backend(logits).token_logprobs(logits, token_ids)
+
+
+def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The ids of the `count` largest logits [rows, vocab], best first; gives int64 [rows, min(count, vocab)].
+
+    Of equals, as 0.0 and -0.0 are, the lowest id comes first. NaN counts as -inf.
+    """
+    return _backend(logits).best_ids(logits, count)

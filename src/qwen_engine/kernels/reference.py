@@ -13,6 +13,7 @@ _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_32_BITS = 0xFFFFFFFF
+_RANKED_ROWS = 32  # whose keys, 8 bytes a token id, exist at once
 _NO_TOKEN = 2**31 - 1  # loses every comparison for the lowest id
 
 
@@ -212,21 +213,51 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_start: int,
     return -torch.log(-torch.log(uniform))
 
 
-def penalise(
+def adjust_logits(
     logits: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    x = logits.to(torch.float32, copy=True) if out is None else out.copy_(logits)
+    live = torch.nonzero(slots >= 0)[:, 0]
+    if masks is not None:
+        _mask(x, live, slots[live], *masks)
+    if biases is not None:
+        has_bias, bias = biases
+        biased = live[has_bias[slots[live]] != 0]
+        x[biased] += bias[slots[biased]]
+    if penalties is not None:
+        _penalise(x, live, slots[live], *penalties)
+    return x
+
+
+def _mask(
+    x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, mask_of_slot: torch.Tensor, bits: torch.Tensor
+) -> None:
+    masks = mask_of_slot[slots].long()
+    rows, masks = rows[masks >= 0], masks[masks >= 0]
+    shifts = torch.arange(32, dtype=torch.int32, device=x.device)
+    allowed = (bits[masks][:, :, None] >> shifts & 1).bool().flatten(1)[:, : x.shape[1]]
+    x[rows] = x[rows].masked_fill(~allowed, -torch.inf)
+
+
+def _penalise(
+    x: torch.Tensor,
+    rows: torch.Tensor,
     slots: torch.Tensor,
     output_counts: torch.Tensor,
     in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
+    factors: torch.Tensor,
 ) -> None:
-    live = torch.nonzero(slots >= 0)[:, 0]
-    x, counts = logits[live], output_counts[slots[live]]
+    presence, frequency, repetition = factors[:, slots, None]
+    counts, y = output_counts[slots], x[rows]
     present = counts > 0
-    factor = repetition[live, None]
-    x = torch.where(present | in_prompt[slots[live]], torch.where(x > 0, x / factor, x * factor), x)
-    logits[live] = x - (frequency[live, None] * counts + presence[live, None] * present)
+    y = torch.where(present | in_prompt[slots], torch.where(y > 0, y / repetition, y * repetition), y)
+    x[rows] = y - (frequency * counts + presence * present)
 
 
 def lowest_kept(
@@ -297,9 +328,14 @@ def slot_argmax(
     if logits.shape[1]:
         scores = _scores(logits, temperature[request], seeds[request], num_tokens[request].long(), vocab_start)
         ids = scores.argmax(dim=1) + vocab_start
-    bits = (scores.amax(dim=1) + 0.0).view(torch.int32).long()  # -0.0 + 0.0 = 0.0: equal scores have equal bits
+    return _keys(scores.amax(dim=1), ids).masked_fill(slots < 0, 0)
+
+
+def _keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 keys ordered by score and then by lower id: the score's bits as an ordered integer, and ~id below them."""
+    bits = (scores + 0.0).view(torch.int32).long()  # -0.0 + 0.0 = 0.0: equal scores have equal bits
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return ((ordered << 32) | (~ids & _LOW_32_BITS)).masked_fill(slots < 0, 0)
+    return (ordered << 32) | (~ids & _LOW_32_BITS)
 
 
 def gumbel_argmax(
@@ -341,3 +377,16 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
     # Row by row: threads share a long row that is alone, but not one of several.
     normalisers = torch.stack([row.logsumexp(dim=0) for row in logits])
     return chosen[:, 0] - normalisers, (logits > chosen).sum(dim=1) + 1, normalisers
+
+
+def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    count = min(count, logits.shape[1])
+    return torch.cat([_best_ids(part, count) for part in logits.split(_RANKED_ROWS)])
+
+
+def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """By keys without equals, for which of these `topk` takes depends on the size of the batch."""
+    scores = logits.float()
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    keys = _keys(scores, torch.arange(logits.shape[1], device=logits.device))
+    return ~keys.topk(count).values & _LOW_32_BITS

@@ -26,7 +26,6 @@ _FEATURES = ("penalties", "bias", "bad_words", "min_tokens", "filters", "masks",
 _WILDCARD = -1  # matches any token in a bad word's prefix
 _NO_TOKEN = -2  # matches nothing
 _MASKED = -1e9  # far below any logit, yet above the -inf of a token that is not allowed
-_RANKED_ROWS = 32  # whose keys, 8 bytes a token id, exist at once
 _MAX_REPETITION = 1e6  # beyond it nothing changes but the risk of leaving fp32
 
 
@@ -57,8 +56,9 @@ class SamplingTables:
         self.vocab_size = vocab_size
         self.device = device
         self._floats = torch.zeros(len(_FLOATS), max_num_seqs, dtype=torch.float32, device=device)
-        # Rows: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come.
-        self._integers = torch.zeros(4, max_num_seqs, dtype=torch.int64, device=device)
+        # Rows: seed, top_k (vocab_size when off), prompt length, first token index at which the stop ids may come, and
+        # whether the slot has a bias.
+        self._integers = torch.zeros(5, max_num_seqs, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=device)
         self._bias: torch.Tensor | None = None  # fp32 [max_num_seqs, vocab]; -inf masks
         self._output_counts: torch.Tensor | None = None  # int32 [max_num_seqs, vocab]
@@ -94,6 +94,7 @@ class SamplingTables:
                     min(entry.params.top_k, self.vocab_size) if entry.params.top_k > 0 else self.vocab_size,
                     entry.num_prompt_tokens,
                     entry.num_prompt_tokens + min(entry.params.min_tokens, 2**40) if entry.stop_ids else 0,
+                    _has_bias(entry.params),
                 )
                 for entry in entries
             ],
@@ -110,7 +111,7 @@ class SamplingTables:
         self._num_logprobs[slot] = params.logprobs or 0
         uses = {
             "penalties": params.has_penalties,
-            "bias": bool(params.logit_bias) or params.allowed_token_ids is not None,
+            "bias": _has_bias(params),
             "bad_words": bool(entry.bad_word_ids),
             "min_tokens": params.min_tokens > num_output and bool(entry.stop_ids),
             "filters": filters,
@@ -126,8 +127,6 @@ class SamplingTables:
             self._set_counts(entry)
         if uses["bias"]:
             self._set_bias(slot, params)
-        elif self._bias is not None:
-            self._bias[slot] = 0
         if uses["bad_words"]:
             self._set_bad_words(slot, entry.bad_word_ids)
         elif self._bad_last is not None:
@@ -245,30 +244,36 @@ class SamplingTables:
         masks: TokenMasks | None,
     ) -> torch.Tensor:
         """Masks, bias and penalties, in fp32; the logits themselves when no row has any."""
-        steps: list[Callable[[torch.Tensor], None]] = []
-        if masks is not None:
-            steps.append(lambda x: self._apply_masks(x, masks))
-        if self._any("bias", slots) and self._bias is not None:
-            bias = self._bias
-            steps.append(lambda x: x.add_(bias[device_slots]))
+        lowers: list[Callable[[torch.Tensor], None]] = []
         if self._any("bad_words", slots):
-            steps.append(lambda x: self._mask_bad_words(x, device_slots, positions, token_table))
+            lowers.append(lambda x: self._mask_bad_words(x, device_slots, positions, token_table))
         if self._any("min_tokens", slots):
-            steps.append(lambda x: self._mask_early_stops(x, device_slots, positions))
-        if self._any("penalties", slots):
-            steps.append(lambda x: self._penalise(x, device_slots))
-        if not steps:
+            lowers.append(lambda x: self._mask_early_stops(x, device_slots, positions))
+        biases = penalties = None
+        if self._any("bias", slots) and self._bias is not None:
+            biases = (self._integers[4], self._bias)
+        if self._any("penalties", slots) and self._output_counts is not None and self._in_prompt is not None:
+            # Rows without penalties have neutral factors, so the counts that an earlier request left do not matter.
+            penalties = (self._output_counts, self._in_prompt, self._floats[3:])
+        if not lowers and masks is None and biases is None and penalties is None:
             return logits
-        adjusted = logits.to(torch.float32, copy=True)
-        for step in steps:
-            step(adjusted)
+        adjusted = kernels.adjust_logits(
+            logits,
+            device_slots,
+            masks=None if masks is None else self._masks_by_slot(masks, slots),
+            biases=biases,
+            penalties=None if lowers else penalties,
+        )
+        for lower in lowers:
+            lower(adjusted)
+        if lowers and penalties is not None:
+            kernels.adjust_logits(adjusted, device_slots, penalties=penalties, out=adjusted)
         return adjusted
 
-    def _apply_masks(self, x: torch.Tensor, masks: TokenMasks) -> None:
-        rows, bits = self._to_device(masks.rows), self._to_device(masks.bits)
-        shifts = torch.arange(32, dtype=torch.int32, device=self.device)
-        allowed = (bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, : self.vocab_size]
-        x[rows] = x[rows].masked_fill(~allowed, float("-inf"))
+    def _masks_by_slot(self, masks: TokenMasks, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = np.full(self.max_num_seqs, -1, dtype=np.int32)
+        numbers[slots[masks.rows]] = np.arange(len(masks.rows))
+        return self._to_device(numbers), self._to_device(masks.bits)
 
     def _mask_bad_words(
         self, x: torch.Tensor, device_slots: torch.Tensor, positions: torch.Tensor, token_table: torch.Tensor
@@ -290,13 +295,6 @@ class SamplingTables:
         too_early = positions < self._integers[3, device_slots]
         _mask(x, stop_ids, too_early[:, None] & (stop_ids >= 0))
 
-    def _penalise(self, x: torch.Tensor, device_slots: torch.Tensor) -> None:
-        """Rows without penalties have neutral factors, so the counts an earlier request left there do not matter."""
-        assert self._output_counts is not None
-        assert self._in_prompt is not None
-        factors = self._floats[3:, device_slots].unbind(0)
-        kernels.penalise(x, device_slots, self._output_counts, self._in_prompt, *factors)
-
     def _any(self, feature: str, slots: np.ndarray) -> bool:
         return bool(self._uses[feature][slots].any())
 
@@ -315,17 +313,12 @@ class SamplingTables:
 def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TopLogprobs:
     """Raw log-probabilities of `token_ids` int64 [rows] and of the `num_top` best tokens of logits [rows, vocab]."""
     logprobs, ranks, normalisers = kernels.token_logprobs(logits, token_ids)
-    ids = torch.cat([_best_ids(part, num_top) for part in logits.split(_RANKED_ROWS)])
+    ids = kernels.best_ids(logits, num_top)
     return TopLogprobs(logprobs, ranks, ids, logits.gather(1, ids).float() - normalisers[:, None])
 
 
-def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The ids of the best logits, int64 [rows, count], best first and of equals the lowest: which ones `topk` takes
-    depends on the size of the batch, so it gets numbers without equals."""
-    bits = (logits.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 = 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return -((ordered << 32) - ids).topk(count).values & 0xFFFFFFFF
+def _has_bias(params: SamplingParams) -> bool:
+    return bool(params.logit_bias) or params.allowed_token_ids is not None
 
 
 def _mask(x: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from qwen_engine.outputs import Logprob, PositionLogprobs, SequenceOutput
+from qwen_engine.outputs import PositionLogprobs, SequenceOutput
 from qwen_engine.request import RequestSpec
 from qwen_engine.scheduling.plan_codec import decode_params, encode_params
 
@@ -133,8 +133,8 @@ def decode_output(row: Sequence[Any]) -> WireOutput:
 
 
 def _encode_logprobs(entry: PositionLogprobs) -> list[Any]:
-    return [(token_id, value.logprob, value.rank) for token_id, value in entry.items()]
+    return [entry.token_ids, entry.logprobs, entry.ranks]
 
 
 def _decode_logprobs(entry: Any) -> PositionLogprobs:
-    return {token_id: Logprob(logprob, rank) for token_id, logprob, rank in entry}
+    return PositionLogprobs(*map(tuple, entry))

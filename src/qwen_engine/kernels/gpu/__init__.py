@@ -9,20 +9,22 @@ from qwen_engine.kernels.gpu import deterministic
 from qwen_engine.kernels.gpu.bookkeeping import advance, advance_to_best, decode_inputs
 from qwen_engine.kernels.gpu.decode import DecodeSplits, decode_attention, split_decodes
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
-from qwen_engine.kernels.gpu.filters import lowest_kept, penalise
+from qwen_engine.kernels.gpu.filters import adjust_logits, lowest_kept
 from qwen_engine.kernels.gpu.launching import compile_launched
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import chunk_tiles, prefill_attention
 from qwen_engine.kernels.gpu.push_reduce import push_add_rms_norm
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
-from qwen_engine.kernels.gpu.sampling import gumbel_argmax, slot_argmax, token_logprobs
+from qwen_engine.kernels.gpu.sampling import best_ids, gumbel_argmax, slot_argmax, token_logprobs
 from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear, linear_parts
 
 __all__ = [
     "DecodeSplits",
     "add_rms_norm",
+    "adjust_logits",
     "advance",
     "advance_to_best",
+    "best_ids",
     "chunk_tiles",
     "compile_launched",
     "decode_attention",
@@ -34,7 +36,6 @@ __all__ = [
     "linear",
     "linear_parts",
     "lowest_kept",
-    "penalise",
     "prefill_attention",
     "push_add_rms_norm",
     "qk_norm_rope_kv_write",

@@ -1,4 +1,4 @@
-"""What sampling does to a row of logits before the draw: penalties, and the limit of top-k, top-p and min-p.
+"""What sampling does to a row of logits before the draw: masks, bias, penalties, and the limit of top-k, top-p, min-p.
 
 The limit is searched for, not sorted for. A logit's distance below the row's largest one is a float of at least zero,
 so its bits, read as an integer, grow with it; bounds are such bits. Rows are cut into chunks, and a few launches, whose
@@ -23,7 +23,7 @@ from qwen_engine.kernels.gpu.common import cdiv, next_power_of_2
 from qwen_engine.kernels.gpu.launching import Kernel
 from qwen_engine.request import GREEDY_TEMPERATURE
 
-_PENALTY_CHUNK = 2048
+_ADJUST_CHUNK = 1024
 # A row is cut into chunks, one program each. Their size must not depend on the batch: it sets the order of the sums.
 _CHUNK = 4096
 _GROUPS = 32  # a chunk's logits fall into this many groups, whose maxima bound the k-th largest logit
@@ -39,71 +39,108 @@ _UNKNOWN = tl.constexpr(2**31 - 1)  # number of candidates before the first pass
 _TILE = 1024  # what the one program of a row takes at a time
 # Rows of tables, aligned or not as the batch will have it.
 _PARAMETERS = ["temperature", "top_k", "top_p", "min_p"]
-_FACTORS = ["presence", "frequency", "repetition"]
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 @Kernel
-@triton.jit(do_not_specialize_on_alignment=_FACTORS)
-def _penalise_kernel(
+@triton.jit(
+    do_not_specialize=["has_masks", "has_biases", "has_penalties", "mask_stride", "factor_stride"],
+    do_not_specialize_on_alignment=["mask_of_slot", "mask_bits", "has_bias", "factors"],
+)
+def _adjust_kernel(
     logits,
     slots,
+    mask_of_slot,
+    mask_bits,
+    has_bias,
+    bias,
     output_counts,
     in_prompt,
-    presence,
-    frequency,
-    repetition,
+    factors,
+    out,
     logits_stride,
-    table_stride,
+    mask_stride,
+    factor_stride,
     vocab_size,
+    has_masks,
+    has_biases,
+    has_penalties,
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    if slot < 0:
-        return
-    once, each, factor = tl.load(presence + row), tl.load(frequency + row), tl.load(repetition + row)
-    # Neutral factors, those of most rows, save their work: all of it, or the look at the prompt and the division.
-    if (once == 0) & (each == 0) & (factor == 1):
-        return
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < vocab_size
-    count = tl.load(output_counts + slot * table_stride + column, mask=inside, other=0)
-    seen = count > 0
+    slot = tl.load(slots + row)
+    live = slot >= 0
+    mask = tl.load(mask_of_slot + slot, mask=live & (has_masks != 0), other=-1)
+    biased = tl.load(has_bias + slot, mask=live & (has_biases != 0), other=0) != 0
+    penalised = live & (has_penalties != 0)
+    once = tl.load(factors + slot, mask=penalised, other=0.0)
+    each = tl.load(factors + factor_stride + slot, mask=penalised, other=0.0)
+    factor = tl.load(factors + 2 * factor_stride + slot, mask=penalised, other=1.0)
+    # Of a table that a row does not need it reads no column. All loads come before the first use, so that they overlap.
+    table = slot * vocab_size + column
+    x = tl.load(logits + row * logits_stride + column, mask=inside, other=0.0).to(tl.float32)
+    words = tl.load(
+        mask_bits + mask.to(tl.int64) * mask_stride + column // 32,
+        mask=column < tl.where(mask >= 0, vocab_size, 0),
+        other=-1,
+    )
+    # Adding -0.0 changes nothing, not even -0.0.
+    shift = tl.load(bias + table, mask=column < tl.where(biased, vocab_size, 0), other=-0.0)
+    counted = (once != 0) | (each != 0) | (factor != 1)
+    count = tl.load(output_counts + table, mask=column < tl.where(counted, vocab_size, 0), other=0)
+    prompt = tl.load(in_prompt + table, mask=column < tl.where(factor != 1, vocab_size, 0), other=0)
+
+    x = tl.where(((words >> (column % 32)) & 1) != 0, x, float("-inf"))
+    x += shift
     if factor != 1:
-        seen |= tl.load(in_prompt + slot * table_stride + column, mask=inside, other=0) != 0
-    if tl.max(seen.to(tl.int32), 0) > 0:
-        x = tl.load(logits + row * logits_stride + column, mask=seen, other=0.0)
-        if factor != 1:
-            x = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + factor), x * factor)
-        x -= each * count.to(tl.float32) + tl.where(count > 0, once, 0.0)
-        tl.store(logits + row * logits_stride + column, x, mask=seen)
+        seen = (count > 0) | (prompt != 0)
+        if tl.max(seen.to(tl.int32), 0) > 0:
+            x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + factor), x * factor), x)
+    x -= each * count.to(tl.float32) + tl.where(count > 0, once, 0.0)
+    tl.store(out + row * vocab_size + column, x, mask=inside)
 
 
-def penalise(
+def adjust_logits(
     logits: torch.Tensor,
     slots: torch.Tensor,
-    output_counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
-) -> None:
+    *,
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     rows, vocab_size = logits.shape
-    _penalise_kernel[(rows, cdiv(vocab_size, _PENALTY_CHUNK))](
+    if out is None:
+        out = torch.empty((rows, vocab_size), dtype=torch.float32, device=logits.device)
+    # What is not there is not read: any tensor of the dtype stands for it, and one kernel serves all.
+    words, flags = slots.view(torch.int32), slots.view(torch.uint8)
+    mask_of_slot, mask_bits = masks or (words, words)
+    has_bias, bias = biases or (slots, out)
+    output_counts, in_prompt, factors = penalties or (words, flags, out)
+    _adjust_kernel[(rows, cdiv(vocab_size, _ADJUST_CHUNK))](
         logits,
         slots,
+        mask_of_slot,
+        mask_bits,
+        has_bias,
+        bias,
         output_counts,
         in_prompt.view(torch.uint8),
-        presence,
-        frequency,
-        repetition,
+        factors,
+        out,
         logits.stride(0),
-        output_counts.stride(0),
+        mask_bits.stride(0),
+        factors.stride(0),
         vocab_size,
-        CHUNK=_PENALTY_CHUNK,
+        int(masks is not None),
+        int(biases is not None),
+        int(penalties is not None),
+        CHUNK=_ADJUST_CHUNK,
         num_warps=4,
     )
+    return out
 
 
 @triton.jit

@@ -1,20 +1,24 @@
-"""Gumbel-argmax sampling and the log-probability of the sampled token.
+"""Gumbel-argmax sampling, the log-probability of the sampled token, and the ids of the best logits.
 
-Both cut a row of logits into chunks, one program each, and merge the chunks' results in a second, tiny kernel; logits
-are read once.
+All of them cut a row of logits into chunks, one program each, and merge the chunks' results in a second, small kernel;
+logits are read once.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from qwen_engine.kernels import reference
 from qwen_engine.kernels.gpu.common import cdiv, next_power_of_2
 from qwen_engine.kernels.gpu.launching import Kernel
 from qwen_engine.request import GREEDY_TEMPERATURE
 
 _LOGPROB_CHUNK = 4096
 _ARGMAX_CHUNK = 1024
+_BEST_CHUNK = 2048
+_MOST_BEST = 64  # of more, each of which takes a round, torch's sort comes faster
 _NO_TOKEN = tl.constexpr(2**31 - 1)  # loses every comparison for the lowest id
+_NO_KEY = tl.constexpr(-(2**63))  # below the key of any logit
 
 
 @triton.jit
@@ -41,6 +45,14 @@ def _best(scores, ids):
     """The largest score and the lowest id that has it."""
     peak = tl.max(scores, 0)
     return peak, tl.min(tl.where((scores == peak) & (ids >= 0), ids, _NO_TOKEN), 0)
+
+
+@triton.jit
+def _key(score, id):
+    """int64 ordered by score and then by lower id: the score's bits as an ordered integer, and ~id below them."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 equals 0.0 but has other bits
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return (ordered << 32) | (~id.to(tl.int64) & 0xFFFFFFFF)
 
 
 @Kernel
@@ -105,9 +117,7 @@ def _argmax_merge_kernel(best_score, best_id, out, chunks, slots, CHUNKS: tl.con
     peak, winner = _best(scores, ids)
     result = winner.to(tl.int64)
     if slots is not None:
-        bits = tl.where(peak == 0.0, 0.0, peak).to(tl.int32, bitcast=True)  # -0.0 equals 0.0 but has other bits
-        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-        result = (ordered << 32) | (~result & 0xFFFFFFFF)
+        result = _key(peak, winner)
     tl.store(out + row, result)
 
 
@@ -231,3 +241,59 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
         CHUNKS=next_power_of_2(chunks),
     )
     return logprobs, rank, normalisers
+
+
+@triton.jit
+def _load_chunk(logits_row, chunk, vocab_size, CHUNK: tl.constexpr):
+    """Logits of a chunk, fp32 with -inf for NaN, and their ids, -1 past the vocabulary."""
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = column < vocab_size
+    scores = tl.load(logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(scores == scores, scores, float("-inf")), tl.where(inside, column, -1)
+
+
+@Kernel
+@triton.jit
+def _best_of_chunk_kernel(logits, best, logits_stride, vocab_size, CHUNK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scores, ids = _load_chunk(logits + row * logits_stride, chunk, vocab_size, CHUNK)
+    peak, winner = _best(scores, ids)
+    tl.store(best + row * tl.num_programs(1) + chunk, _key(peak, winner))
+
+
+@Kernel
+@triton.jit(do_not_specialize=["count"])
+def _best_of_row_kernel(
+    logits, best, out, logits_stride, vocab_size, chunks, count, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Takes the best of the chunks' best keys `count` times; the chunk that had it then offers its next one."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHUNKS)
+    keys = tl.load(best + row * chunks + lane, mask=lane < chunks, other=_NO_KEY)
+    for rank in range(count):
+        key = tl.max(keys, 0)
+        winner = ~key & 0xFFFFFFFF
+        tl.store(out + row * count + rank, winner)
+        chunk = (winner // CHUNK).to(tl.int32)
+        scores, ids = _load_chunk(logits + row * logits_stride, chunk, vocab_size, CHUNK)
+        # No two keys are equal, so what is below the key is what the chunk has not offered yet.
+        offers = _key(scores, ids)
+        offers = tl.where((ids >= 0) & (offers < key), offers, _NO_KEY)
+        keys = tl.where(lane == chunk, tl.max(offers, 0), keys)
+
+
+def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    rows, vocab_size = logits.shape
+    count = min(count, vocab_size)
+    if count > _MOST_BEST:
+        return reference.best_ids(logits, count)
+    chunks = cdiv(vocab_size, _BEST_CHUNK)
+    best = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
+    out = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
+    shape = (logits.stride(0), vocab_size)
+    if count:
+        _best_of_chunk_kernel[(rows, chunks)](logits, best, *shape, CHUNK=_BEST_CHUNK, num_warps=4)
+        _best_of_row_kernel[(rows,)](
+            logits, best, out, *shape, chunks, count, CHUNK=_BEST_CHUNK, CHUNKS=next_power_of_2(chunks), num_warps=4
+        )
+    return out
