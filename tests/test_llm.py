@@ -307,6 +307,7 @@ def test_logprobs_equal_transformers(llm, folder, reference_model):
             expected = reference_model(folder)(ids).logits[0].log_softmax(dim=-1)
         assert out.prompt_logprobs[0] is None
         entries = out.prompt_logprobs[1:] + out["logprobs"]
+        assert {type(entry) for entry in entries} == {dict}
         assert len(entries) == len(prompt) + len(output) - 1
         for position, entry in enumerate(entries):
             token = ids[0, position + 1].item()
@@ -317,6 +318,17 @@ def test_logprobs_equal_transformers(llm, folder, reference_model):
                 assert value.logprob == pytest.approx(expected[position, token_id].item(), abs=1e-4)
                 assert value.rank == (expected[position] > expected[position, token_id]).sum() + 1
                 assert value.decoded_token == llm.tokenizer.token_str(token_id)
+
+
+def test_logprobs_of_a_stream_are_those_of_the_whole(llm):
+    params = greedy(5, logprobs=2, prompt_logprobs=1)
+    whole = one(llm, [5, 6, 7], params)
+    seen = list(llm.stream([5, 6, 7], params))
+    for output in seen:
+        count = len(output["token_ids"])
+        assert output["logprobs"] == whole["logprobs"][:count]
+        assert output.prompt_logprobs == whole.prompt_logprobs
+    assert len(seen[-1]["logprobs"]) == 5
 
 
 def test_logprobs_of_the_whole_vocabulary_add_up_to_one(folder):

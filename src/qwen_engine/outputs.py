@@ -44,15 +44,15 @@ class PositionLogprobs(Mapping[int, Logprob]):
         return len(self.token_ids)
 
     def items(self) -> ItemsView[int, Logprob]:
-        return self._as_dict().items()
+        return self.as_dict().items()
 
     def values(self) -> ValuesView[Logprob]:
-        return self._as_dict().values()
+        return self.as_dict().values()
 
     def __repr__(self) -> str:
-        return repr(self._as_dict())
+        return repr(self.as_dict())
 
-    def _as_dict(self) -> dict[int, Logprob]:
+    def as_dict(self) -> dict[int, Logprob]:
         """All at once: for a whole vocabulary a search for each would take minutes."""
         texts = (None,) * len(self) if self.texts is None else self.texts
         return dict(zip(self.token_ids, map(Logprob, self.logprobs, self.ranks, texts)))
@@ -109,7 +109,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -134,7 +134,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
 
     def __getitem__(self, name: str) -> Any:

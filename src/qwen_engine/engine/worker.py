@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from qwen_engine import child_process
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.distributed.tp_group import LOOPBACK
 from qwen_engine.distributed.tp_group import connect as connect_ranks
@@ -70,6 +71,7 @@ def serve(setup: RankSetup, store: dist.Store, link: StatusLink, *, rank: int, h
     subscriber = channel.connect(store.get("channel").decode(), index=rank - 1)
     runner.allocate_kv_cache(int(store.get("num_kv_blocks")))
     runner.capture_graphs()
+    child_process.settle()
     store.set(f"ready/{rank}", "1")
     try:
         while (message := subscriber.receive()) != STOP:

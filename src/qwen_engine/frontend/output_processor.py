@@ -12,7 +12,14 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from qwen_engine.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput, SequenceOutput
+from qwen_engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SequenceOutput,
+)
 from qwen_engine.request import RequestSpec, SamplingParams
 from qwen_engine.tokenization.output_text import OutputText
 from qwen_engine.tokenization.reasoning import ReasoningSplitter
@@ -57,16 +64,20 @@ class _Sample:
         self.text = text
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self._shown_logprobs: list[dict[int, Logprob]] = []  # those that somebody has looked at
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
 
     def output(self) -> CompletionOutput:
+        shown = self._shown_logprobs
+        if self.logprobs is not None:
+            shown += [entry.as_dict() for entry in self.logprobs[len(shown) :]]
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
             token_ids=list(self.token_ids),
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            logprobs=None if self.logprobs is None else list(shown),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -101,6 +112,7 @@ class RequestState:
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
+        self._prompt_dicts: list[dict[int, Logprob] | None] | None = None  # of what somebody has looked at
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache had for the first sample."""
         self.moved = False
@@ -157,6 +169,7 @@ class RequestState:
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
             start, entries = output.prompt_logprobs
             self.prompt_logprobs[start : start + len(entries)] = [self._with_text(entry) for entry in entries]
+            self._prompt_dicts = None
         token_id = output.token_id
         if token_id is None:
             return None
@@ -200,9 +213,16 @@ class RequestState:
             outputs=[sample.output() for sample in self._samples.values()],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            prompt_logprobs=self._shown_prompt_logprobs(),
             metrics=self.metrics,
         )
+
+    def _shown_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.prompt_logprobs is None:
+            return None
+        if self._prompt_dicts is None:
+            self._prompt_dicts = [None if entry is None else entry.as_dict() for entry in self.prompt_logprobs]
+        return list(self._prompt_dicts)
 
     def _begin(self, sample: _Sample, output: SequenceOutput) -> None:
         """Notes what is known with a sample's first token."""

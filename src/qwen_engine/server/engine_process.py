@@ -263,6 +263,7 @@ def _serve(spec: wire.EngineProcessSpec, socket: zmq.Socket, heart: _Heart) -> N
         device=str(core.setup.device),
         dtype=str(core.setup.dtype).removeprefix("torch."),
     )
+    child_process.settle()
     socket.send(wire.pack("ready", facts))
     try:
         loop.run()
