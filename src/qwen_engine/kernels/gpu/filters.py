@@ -86,14 +86,13 @@ def _adjust_kernel(
         mask=column < tl.where(mask >= 0, vocab_size, 0),
         other=-1,
     )
-    # Adding -0.0 changes nothing, not even -0.0.
-    shift = tl.load(bias + table, mask=column < tl.where(biased, vocab_size, 0), other=-0.0)
+    shift = tl.load(bias + table, mask=column < tl.where(biased, vocab_size, 0), other=0.0)
     counted = (once != 0) | (each != 0) | (factor != 1)
     count = tl.load(output_counts + table, mask=column < tl.where(counted, vocab_size, 0), other=0)
     prompt = tl.load(in_prompt + table, mask=column < tl.where(factor != 1, vocab_size, 0), other=0)
 
     x = tl.where(((words >> (column % 32)) & 1) != 0, x, float("-inf"))
-    x += shift
+    x = tl.where(biased, x + shift, x)  # adding 0.0 to -0.0 would change it
     if factor != 1:
         seen = (count > 0) | (prompt != 0)
         if tl.max(seen.to(tl.int32), 0) > 0:
