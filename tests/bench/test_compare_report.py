@@ -18,7 +18,8 @@ from qwen_engine import cli
 from qwen_engine.bench import report
 from qwen_engine.bench.cli import parse_args
 from qwen_engine.bench.compare import compare, direction
-from qwen_engine.bench.results import Check, write_result
+from qwen_engine.bench.figures import loads_of
+from qwen_engine.bench.results import Check, read_result, write_result
 from qwen_engine.bench.suites import SUITES, run_suites
 
 Make = Callable[..., dict[str, Any]]
@@ -173,6 +174,20 @@ def test_the_report_stands_alone(suite_results: Path, monkeypatch: pytest.Monkey
         assert json.loads(path.read_text())["command"] in page
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert all(row.count("|") > 4 for row in rows)
+
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_report_has_figures_of_every_result_here(path: Path):
+    result = read_result(path)
+    page = report.render([report.Entry(path.name, result)], [], None)
+    rows = [line for line in page.splitlines() if line.startswith(f"| {report.Entry('', result).setting} |")]
+    if result["name"] != "compare":
+        assert len(rows) == len(loads_of(result))
+        assert all(re.search(r"\| [\d,.]+", row) for row in rows)
+    assert "{}" not in page
 
 
 def test_the_report_has_plots_where_matplotlib_is(suite_results: Path):

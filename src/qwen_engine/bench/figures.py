@@ -91,6 +91,28 @@ _OTHER_FIGURES = {
         Figure("ITL median / p99, ms", ("median_itl_ms", "p99_itl_ms"), "of the writers, until the new prompt is in"),
         Figure("first token, s", ("first_token_s",), "of the new prompt"),
     ),
+    "sampling-cost": tuple(
+        Figure(f"{kind}, ms", (f"{kind}_step_ms",), meaning)
+        for kind, meaning in (
+            ("greedy", "a step in which every request takes the likeliest token; the others have all requests"),
+            ("seeded", "sample with a seed"),
+            ("filters", "with top-k and top-p"),
+            ("penalties", "with three penalties"),
+            ("bias", "with a logit bias"),
+            ("logprobs", "ask for log-probabilities"),
+            ("everything", "all of it"),
+        )
+    ),
+    "deterministic": (
+        Figure(
+            "prefill, tok/s: default / deterministic",
+            ("default_{}prefill_tok_s", "deterministic_{}prefill_tok_s"),
+            "of the whole batch",
+        ),
+        Figure(
+            "decode step, ms: default / deterministic", ("default_{}decode_step_ms", "deterministic_{}decode_step_ms")
+        ),
+    ),
     "long-context": (
         Figure("first token / floor, s", ("first_token_s", "floor_first_token_s"), "of all layers"),
         Figure("decode step / floor, ms", ("decode_step_ms", "floor_decode_step_ms"), "of all layers"),
@@ -198,6 +220,11 @@ def loads_of(result: Mapping[str, Any]) -> list[Load]:
         return [Load(_serve_load(parameters))]
     if "num_writers" in parameters:
         return [Load(f"{parameters['prompt_tokens']} tokens amid {parameters['num_writers']} writers")]
+    if "loads" in parameters:
+        sizes = [(load, *load.split("x")) for load in parameters["loads"]]
+        return [Load(f"{count} × ({tokens} + {parameters['output_len']})", f"{load}_") for load, count, tokens in sizes]
+    if "num_requests" in parameters and "context" in parameters:
+        return [Load(f"{parameters['num_requests']} × {parameters['context']}, {parameters['steps']} steps")]
     count = parameters.get(
         "batch_size", parameters.get("num_prompts", parameters.get("num_iters", parameters.get("repeats")))
     )

@@ -177,6 +177,9 @@ _PURPOSES = {
     "latency": "one batch, repeated",
     "startup": "fresh processes until the model is ready",
     "serve": "load on a server over HTTP",
+    "sampling-cost": "a decode step with each kind of sampling parameters",
+    "deterministic": "what the option `deterministic` costs",
+    "interruption": "a long prompt that comes while others write",
     "server-cost": "what text and HTTP add to the engine",
     "lm-eval": "tasks of the lm-evaluation-harness",
 }
