@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from tiny_models import greedy_tokens, random_prompt
 
-from qwen_engine import LLM, SamplingParams
+from qwen_engine import LLM, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +70,31 @@ def test_every_sampling_feature_gives_the_cpu_engines_tokens(options, make_tiny_
         assert tokens_of(llm, prompts, MIXED_PARAMS) == expected
         assert tokens_of(llm, prompts, MIXED_PARAMS) == expected  # prefix cache warm
         llm._core.scheduler.check()
+
+
+def test_constrained_requests_on_the_gpu_equal_the_cpus():
+    """Among others without a constraint, with sampling and penalties too."""
+    pytest.importorskip("llguidance")
+    shapes = [
+        StructuredOutputs(choice=["yes", "no", "not yet"]),
+        StructuredOutputs(regex="[a-c]{3,5}(-[0-9]){2}"),
+        StructuredOutputs(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
+        None,
+    ]
+    kinds = [
+        {"temperature": 0.0},
+        {"seed": 3, "top_p": 0.9},
+        {"seed": 4, "repetition_penalty": 1.2, "logit_bias": {7: 1}},
+    ]
+    params = [SamplingParams(structured_outputs=shape, max_tokens=24, **kind) for kind in kinds for shape in shapes]
+    prompts = ["def main():"] * len(params)
+    texts = {}
+    for device in ("cpu", "cuda"):
+        with LLM("demo", dtype="float32", device=device, max_num_seqs=8, kv_cache_bytes=16 << 20) as llm:
+            texts[device] = [out["text"] for out in llm.generate(prompts, params, use_tqdm=False)]
+    assert texts["cuda"] == texts["cpu"]
+    assert {texts["cuda"][index] for index in range(0, len(params), len(shapes))} <= {"yes", "no", "not yet"}
+    assert all(re.fullmatch("[a-c]{3,5}(-[0-9]){2}", text) for text in texts["cuda"][1 :: len(shapes)])
 
 
 def test_logprobs_on_the_gpu_equal_the_cpus(make_tiny_model):
