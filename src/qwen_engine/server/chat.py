@@ -88,7 +88,7 @@ class _Answer:
         self._alias = service.options.reasoning_alias
         self._streamed: dict[int, _StreamedChoice] = {}
         self._templates: dict[tuple[int, type[ContentDelta | ReasoningDelta]], JsonTemplate] = {}
-        # Text chunks with nothing else that could differ.
+        # Chunks of text hold nothing else that could differ.
         self._has_plain_chunks = not (body.logprobs or body.return_token_ids or body.wants_running_usage)
 
     def whole(self) -> dict[str, Any]:

@@ -69,6 +69,10 @@ class _Answer:
         ]
         self._held: dict[int, SampleDelta] = {}  # tokens whose text is not certain yet
         self._templates: dict[int, JsonTemplate] = {}
+        # Chunks but the last of a choice hold nothing but text that could differ.
+        self._has_plain_chunks = not (
+            body.echo or body.return_token_ids or body.wants_running_usage or body.logprobs is not None
+        )
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -101,11 +105,11 @@ class _Answer:
             if not delta.text and delta.finish_reason is None:
                 self._held[index] = delta
                 continue
-            choice = self._choices[index]
-            if delta.finish_reason is None and choice.is_plain and not self._body.wants_running_usage:
+            if self._has_plain_chunks and delta.finish_reason is None:
                 yield self._template(index).fill(delta.text)
             else:
-                yield to_json(self._chunk([choice.part(delta)], with_usage=self._body.wants_running_usage))
+                part = self._choices[index].part(delta)
+                yield to_json(self._chunk([part], with_usage=self._body.wants_running_usage))
 
     def _last_chunk(self) -> dict[str, Any] | None:
         return self._chunk([], with_usage=True) if self._body.wants_usage else None
@@ -146,12 +150,6 @@ class _Choice:
             self._logprobs = CompletionLogprobs(
                 tokenizer, params.logprobs, skip_special_tokens=params.skip_special_tokens
             )
-
-    @property
-    def is_plain(self) -> bool:
-        """The next part holds its delta's text, and nothing else that could differ while it is not the last one."""
-        has_echo = self._body.echo and (self._body.only_scores or not self._has_begun)
-        return self._logprobs is None and not has_echo and not self._body.return_token_ids
 
     def part(self, delta: SampleDelta) -> dict[str, Any]:
         """The next part, or all of it."""

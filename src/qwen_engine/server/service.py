@@ -344,7 +344,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             # Each step of the engine wakes what runs here: a task of its own, without the dozen frames above this one.
-            await asyncio.create_task(self._send_body(send))
+            await asyncio.create_task(self._send_body(scope["state"]["send_piece"]))
         finally:
             self._call.close(self._call.generation.error)
 
@@ -366,8 +366,9 @@ async def write_chunks(
 
     encode: what has come, by choice, as JSON. last: the chunk behind all of them, None without one.
     """
+    generation = call.generation
     try:
-        while deltas := await call.generation.next_deltas():
+        while deltas := await generation.next_deltas():
             if events := [data_event(chunk) for chunk in encode(deltas)]:
                 await write(b"".join(events))
         if (chunk := last()) is not None:
