@@ -87,9 +87,6 @@ class _Answer:
         self._call = call
         self._alias = service.options.reasoning_alias
         self._streamed: dict[int, _StreamedChoice] = {}
-        self._templates: dict[tuple[int, type[ContentDelta | ReasoningDelta]], JsonTemplate] = {}
-        # Chunks of text hold nothing else that could differ.
-        self._has_plain_chunks = not (body.logprobs or body.return_token_ids or body.wants_running_usage)
 
     def whole(self) -> dict[str, Any]:
         (state,) = self._call.generation.states
@@ -127,11 +124,13 @@ class _Answer:
         """The chunks of what has come, as JSON."""
         for index, delta in deltas:
             if index not in self._streamed:
-                self._streamed[index] = _StreamedChoice(self._new_parser())
+                self._streamed[index] = _StreamedChoice(self._new_parser(), self._templates(index))
                 yield to_json(self._chunk(index, {"role": "assistant", "content": ""}))
-            for part, tokens, finish_reason in self._streamed[index].parts(delta):
-                if self._has_plain_chunks and isinstance(part, ContentDelta | ReasoningDelta):
-                    yield self._template(index, type(part)).fill(part.text)
+            choice = self._streamed[index]
+            for part, tokens, finish_reason in choice.parts(delta):
+                template = choice.templates.get(type(part))
+                if template is not None:
+                    yield template.fill(part.text)
                 else:
                     fields = {} if part is None else delta_json(part, reasoning_alias=self._alias)
                     yield to_json(self._chunk(index, fields, tokens, finish_reason))
@@ -141,14 +140,15 @@ class _Answer:
             return None
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": self._call.usage()}
 
-    def _template(self, index: int, kind: type[ContentDelta | ReasoningDelta]) -> JsonTemplate:
-        """A chunk of nothing but text."""
-        key = (index, kind)
-        if key not in self._templates:
-            self._templates[key] = JsonTemplate(
-                lambda text: self._chunk(index, delta_json(kind(text), reasoning_alias=self._alias))
-            )
-        return self._templates[key]
+    def _templates(self, index: int) -> dict[type, JsonTemplate]:
+        """The chunks of text, by the kind of their delta, where nothing else in them could differ."""
+        if self._body.logprobs or self._body.return_token_ids or self._body.wants_running_usage:
+            return {}
+
+        def template(kind: type[ContentDelta] | type[ReasoningDelta]) -> JsonTemplate:
+            return JsonTemplate(lambda text: self._chunk(index, delta_json(kind(text), reasoning_alias=self._alias)))
+
+        return {kind: template(kind) for kind in (ReasoningDelta, ContentDelta)}
 
     def _new_parser(self) -> ChatOutputParser:
         return new_parser(self._service, self._body, self._call)
@@ -182,7 +182,8 @@ class _Answer:
 class _StreamedChoice:
     """One choice of a stream. Tokens wait for the text they are part of, and go with its first chunk."""
 
-    def __init__(self, parser: ChatOutputParser) -> None:
+    def __init__(self, parser: ChatOutputParser, templates: dict[type, JsonTemplate]) -> None:
+        self.templates = templates
         self._parser = parser
         self._waiting: SampleDelta | None = None
 
@@ -196,9 +197,8 @@ class _StreamedChoice:
         parts: list[tuple[ChatDelta | None, SampleDelta | None, str | None]] = []
         for chat_delta in deltas:
             parts.append((chat_delta, None if parts else tokens, None))
-        if parts:
-            tokens = SampleDelta(tokens.index, "", (), (), tokens.finish_reason, tokens.stop_reason)
         if finish_reason is not None:
-            parts.append((None, tokens, finish_reason))
-        self._waiting = tokens
+            rest = SampleDelta(tokens.index, "", (), (), tokens.finish_reason, tokens.stop_reason) if parts else tokens
+            parts.append((None, rest, finish_reason))
+        self._waiting = None if parts else tokens
         return parts
