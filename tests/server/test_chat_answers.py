@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import urllib.request
+from collections import defaultdict
 from typing import Any
 
 import openai
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 from scripted import MODEL, ScriptedServer
 
+from qwen_engine.server.json_response import to_json
 from qwen_engine.tokenization import structured
 
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
@@ -452,3 +455,40 @@ def test_items_that_cut_a_turn_in_other_ways_are_gathered(scripted):
     calls = "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "fg")
     turn = "<|im_start|>assistant\n<think>\nshort\n</think>\n\n" + calls + "<|im_end|>\n<|im_start|>user"
     assert turn + "\n<tool_response>\nrain\n</tool_response>" * 2 + "<|im_end|>" in scripted.client.prompt
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_chunk_of_text_alone_is_written_as_one_with_more_in_it(scripted, path):
+    scripted.write(f'{THINKING}"quoted" \\ and\ttab, \x00 \x1f, é 北京 🌧 \u2028 </tag')
+    prompt = {"messages": MESSAGES} if path == "chat/completions" else {"prompt": "x"}
+    options = {**prompt, "stream": True, "n": 2, "seed": 1, "stream_options": {"include_usage": True}}
+    plain = forms_and_texts(scripted, path, options)
+    assert plain == forms_and_texts(scripted, path, {**options, "return_token_ids": True})
+    assert len(plain[1]) == (2 if path == "completions" else 6)
+
+
+def forms_and_texts(
+    scripted: ScriptedServer, path: str, body: dict[str, Any]
+) -> tuple[set[str], dict[tuple[int, str], str]]:
+    """A stream's chunks without their texts and token ids, and the joined texts by choice and field.
+
+    How the text is cut is up to how fast it is read. Each chunk's JSON is checked to be what the encoder writes.
+    """
+    request = urllib.request.Request(f"{scripted.url}/v1/{path}", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as response:
+        *events, done, rest = response.read().split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    forms, texts = set(), defaultdict(str)
+    for event in events:
+        chunk = json.loads(event.removeprefix(b"data: "))
+        assert event == b"data: " + to_json(chunk)
+        del chunk["id"], chunk["created"]
+        for choice in chunk["choices"]:
+            choice.pop("token_ids", None)
+            fields = choice.get("delta", choice)
+            for name in fields.keys() & {"text", "content", "reasoning", "reasoning_content"}:
+                texts[choice["index"], name] += fields[name]
+                fields[name] = ""
+        forms.add(json.dumps(chunk))
+    return forms, texts

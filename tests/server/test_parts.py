@@ -7,10 +7,12 @@ import json
 import logging
 import math
 import socket
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from qwen_engine import cli
 from qwen_engine.errors import ConfigError, RequestError
@@ -22,9 +24,10 @@ from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
 from qwen_engine.server.chat_output import Message
 from qwen_engine.server.errors import MAX_MESSAGE_CHARS, ApiError, as_api_error
-from qwen_engine.server.json_response import to_json
+from qwen_engine.server.json_response import JsonTemplate, to_json
 from qwen_engine.server.log_format import JsonFormatter, TextFormatter
 from qwen_engine.server.logprobs import LOGPROB_FLOOR, CompletionLogprobs, chat_logprobs, join_pieces
+from qwen_engine.server.metrics import _TOKEN_BUCKETS as GAPS
 from qwen_engine.server.metrics import Metrics
 from qwen_engine.server.protocol import ChatBody
 from qwen_engine.server.responses_protocol import ResponsesBody
@@ -353,3 +356,30 @@ def test_shd_02_a_port_that_is_taken_is_found_before_anything_is_loaded(capsys):
     message = capsys.readouterr().err
     assert f"error: cannot listen on 127.0.0.1:{port}" in message
     assert "--port 0" in message
+
+
+TEXTS = ["", "word", 'a "quote" and a \\', "\x00\x1f\x7f\n\r\t", "é ✓ 🙂 \u2028", "\ud83d", "\udc00x", "null"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_filled_template_is_what_the_encoder_would_have_written(text):
+    def make(text: str) -> dict[str, Any]:
+        return {"id": "x", "delta": {"reasoning": text, "reasoning_content": text}, "last": None, "é": "\ud83d"}
+
+    assert JsonTemplate(make).fill(text) == to_json(make(text))
+
+
+def test_gaps_are_exposed_as_prometheus_client_exposes_a_histogram():
+    metrics, registry = Metrics(prefix="p", model_name="m"), CollectorRegistry()
+    name = "p:inter_token_latency_seconds"
+    theirs = Histogram(
+        name, "Between two tokens of a sample.", ("model_name", "engine"), registry=registry, buckets=GAPS
+    )
+    for gap_s in (0.0, 0.0005, 0.001, 0.0011, 79.0, 80.0, 81.0):
+        metrics.observe_gap(gap_s)
+        theirs.labels("m", "0").observe(gap_s)
+
+    def lines(exposition: bytes) -> list[str]:
+        return [line for line in exposition.decode().splitlines() if name in line and "created" not in line]
+
+    assert lines(metrics.exposition(wire.EngineStats(), healthy=True)) == lines(generate_latest(registry))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,11 +12,13 @@ from qwen_engine.frontend.output_processor import SampleDelta
 from qwen_engine.outputs import CompletionOutput
 from qwen_engine.request import RequestSpec
 from qwen_engine.server.chat_output import Message, delta_json
+from qwen_engine.server.json_response import JsonTemplate, to_json
 from qwen_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from qwen_engine.server.protocol import ChatBody
-from qwen_engine.server.service import Call, Service, with_done
-from qwen_engine.tokenization.chat_output import ChatDelta, ChatOutputParser
+from qwen_engine.server.service import Call, Service, Write, write_chunks
+from qwen_engine.tokenization.chat_output import ChatDelta, ChatOutputParser, ReasoningDelta
 from qwen_engine.tokenization.reasoning import ReasoningSplitter, generation_prefix
+from qwen_engine.tokenization.tool_calls import ContentDelta
 
 
 async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
@@ -24,7 +26,9 @@ async def chat_completions(service: Service, body: ChatBody, request: Request) -
     with body.naming_fields():
         call = await open_chat(service, body, request, id_prefix="chatcmpl-")
         answer = _Answer(service, body, call)
-        return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
+        if body.stream:
+            return await call.stream(answer.write_events)
+        return await call.whole(answer.whole)
 
 
 async def open_chat(service: Service, body: ChatBody, request: Request, *, id_prefix: str) -> Call:
@@ -82,6 +86,7 @@ class _Answer:
         self._body = body
         self._call = call
         self._alias = service.options.reasoning_alias
+        self._streamed: dict[int, _StreamedChoice] = {}
 
     def whole(self) -> dict[str, Any]:
         (state,) = self._call.generation.states
@@ -112,17 +117,38 @@ class _Answer:
             answer["prompt_token_ids"] = list(state.prompt_token_ids)
         return answer
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        choices: dict[int, _StreamedChoice] = {}
-        while deltas := await self._call.generation.next_deltas():
-            for index, delta in deltas:
-                if index not in choices:
-                    choices[index] = _StreamedChoice(self._new_parser(), reasoning_alias=self._alias)
-                    yield self._chunk(index, {"role": "assistant", "content": ""})
-                for part in choices[index].parts(delta):
-                    yield self._chunk(index, *part)
-        if self._body.wants_usage:
-            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._call.usage()}
+    async def write_events(self, write: Write) -> None:
+        await write_chunks(write, self._call, self._encode, self._last_chunk)
+
+    def _encode(self, deltas: Sequence[tuple[int, SampleDelta]]) -> Iterator[bytes]:
+        """The chunks of what has come, as JSON."""
+        for index, delta in deltas:
+            if index not in self._streamed:
+                self._streamed[index] = _StreamedChoice(self._new_parser(), self._templates(index))
+                yield to_json(self._chunk(index, {"role": "assistant", "content": ""}))
+            choice = self._streamed[index]
+            for part, tokens, finish_reason in choice.parts(delta):
+                template = choice.templates.get(type(part))
+                if template is not None:
+                    yield template.fill(part.text)
+                else:
+                    fields = {} if part is None else delta_json(part, reasoning_alias=self._alias)
+                    yield to_json(self._chunk(index, fields, tokens, finish_reason))
+
+    def _last_chunk(self) -> dict[str, Any] | None:
+        if not self._body.wants_usage:
+            return None
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": self._call.usage()}
+
+    def _templates(self, index: int) -> dict[type, JsonTemplate]:
+        """The chunks of text, by the kind of their delta, where nothing else in them could differ."""
+        if self._body.logprobs or self._body.return_token_ids or self._body.wants_running_usage:
+            return {}
+
+        def template(kind: type[ContentDelta] | type[ReasoningDelta]) -> JsonTemplate:
+            return JsonTemplate(lambda text: self._chunk(index, delta_json(kind(text), reasoning_alias=self._alias)))
+
+        return {kind: template(kind) for kind in (ReasoningDelta, ContentDelta)}
 
     def _new_parser(self) -> ChatOutputParser:
         return new_parser(self._service, self._body, self._call)
@@ -156,24 +182,23 @@ class _Answer:
 class _StreamedChoice:
     """One choice of a stream. Tokens wait for the text they are part of, and go with its first chunk."""
 
-    def __init__(self, parser: ChatOutputParser, *, reasoning_alias: bool) -> None:
+    def __init__(self, parser: ChatOutputParser, templates: dict[type, JsonTemplate]) -> None:
+        self.templates = templates
         self._parser = parser
-        self._alias = reasoning_alias
         self._waiting: SampleDelta | None = None
 
-    def parts(self, delta: SampleDelta) -> list[tuple[dict[str, Any], SampleDelta | None, str | None]]:
-        """What to send for a delta: (message delta, tokens, finish reason), ready for chunks."""
+    def parts(self, delta: SampleDelta) -> list[tuple[ChatDelta | None, SampleDelta | None, str | None]]:
+        """What to send for a delta: (message delta, tokens, finish reason), one for each chunk."""
         tokens = delta if self._waiting is None else self._waiting.then(delta)
         deltas, finish_reason = self._parser.feed(delta.text), None
         if delta.finish_reason is not None:
             last, finish_reason = self._parser.finish(delta.finish_reason)
             deltas = [*deltas, *last]
-        parts: list[tuple[dict[str, Any], SampleDelta | None, str | None]] = []
+        parts: list[tuple[ChatDelta | None, SampleDelta | None, str | None]] = []
         for chat_delta in deltas:
-            parts.append((delta_json(chat_delta, reasoning_alias=self._alias), None if parts else tokens, None))
-        if parts:
-            tokens = SampleDelta(tokens.index, "", (), (), tokens.finish_reason, tokens.stop_reason)
+            parts.append((chat_delta, None if parts else tokens, None))
         if finish_reason is not None:
-            parts.append(({}, tokens, finish_reason))
-        self._waiting = tokens
+            rest = SampleDelta(tokens.index, "", (), (), tokens.finish_reason, tokens.stop_reason) if parts else tokens
+            parts.append((None, rest, finish_reason))
+        self._waiting = None if parts else tokens
         return parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from qwen_engine.frontend.output_processor import RequestState, SampleDelta
 from qwen_engine.request import RequestSpec
+from qwen_engine.server.json_response import JsonTemplate, to_json
 from qwen_engine.server.logprobs import CompletionLogprobs, join_pieces, prompt_logprobs
 from qwen_engine.server.protocol import CompletionBody
-from qwen_engine.server.service import Call, Service, check_token_ids, with_done
+from qwen_engine.server.service import Call, Service, Write, check_token_ids, write_chunks
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
 
@@ -27,7 +28,9 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
             prepare=lambda: _specs(service, body),
         )
         answer = _Answer(service, body, call)
-        return await (call.stream(with_done(answer.chunks())) if body.stream else call.whole(answer.whole))
+        if body.stream:
+            return await call.stream(answer.write_events)
+        return await call.whole(answer.whole)
 
 
 def _specs(service: Service, body: CompletionBody) -> Sequence[RequestSpec]:
@@ -64,6 +67,12 @@ class _Answer:
             for index, state in enumerate(call.generation.states)
             for sample in range(samples)
         ]
+        self._held: dict[int, SampleDelta] = {}  # tokens whose text is not certain yet
+        self._templates: dict[int, JsonTemplate] = {}
+        # Chunks but the last of a choice hold nothing but text that could differ.
+        self._has_plain_chunks = not (
+            body.echo or body.return_token_ids or body.wants_running_usage or body.logprobs is not None
+        )
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -85,21 +94,38 @@ class _Answer:
                 choices.append(choice)
         return {**self._head(), "system_fingerprint": None, "choices": choices, "usage": self._usage()}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        held: dict[int, SampleDelta] = {}  # tokens whose text is not certain yet
-        while deltas := await self._call.generation.next_deltas():
-            for index, delta in deltas:
-                if index in held:
-                    delta = held.pop(index).then(delta)
-                if not delta.text and delta.finish_reason is None:
-                    held[index] = delta
-                    continue
-                chunk = {**self._head(), "choices": [self._choices[index].part(delta)]}
-                if self._body.wants_running_usage:
-                    chunk["usage"] = self._usage()
-                yield chunk
-        if self._body.wants_usage:
-            yield {**self._head(), "choices": [], "usage": self._usage()}
+    async def write_events(self, write: Write) -> None:
+        await write_chunks(write, self._call, self._encode, self._last_chunk)
+
+    def _encode(self, deltas: Sequence[tuple[int, SampleDelta]]) -> Iterator[bytes]:
+        """The chunks of what has come, as JSON."""
+        for index, delta in deltas:
+            if index in self._held:
+                delta = self._held.pop(index).then(delta)
+            if not delta.text and delta.finish_reason is None:
+                self._held[index] = delta
+                continue
+            if self._has_plain_chunks and delta.finish_reason is None:
+                yield self._template(index).fill(delta.text)
+            else:
+                part = self._choices[index].part(delta)
+                yield to_json(self._chunk([part], with_usage=self._body.wants_running_usage))
+
+    def _last_chunk(self) -> dict[str, Any] | None:
+        return self._chunk([], with_usage=True) if self._body.wants_usage else None
+
+    def _template(self, index: int) -> JsonTemplate:
+        """A chunk of nothing but text."""
+        if index not in self._templates:
+            choice = self._choices[index]
+            self._templates[index] = JsonTemplate(lambda text: self._chunk([choice.part(SampleDelta(0, text, ()))]))
+        return self._templates[index]
+
+    def _chunk(self, choices: list[dict[str, Any]], *, with_usage: bool = False) -> dict[str, Any]:
+        chunk = {**self._head(), "choices": choices}
+        if with_usage:
+            chunk["usage"] = self._usage()
+        return chunk
 
     def _head(self) -> dict[str, Any]:
         call = self._call

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from qwen_engine import child_process
 from qwen_engine.config import EngineConfig
@@ -62,6 +61,8 @@ class _EngineProcess:
     def __init__(self, config: EngineConfig, model_folder: Path, log_format: str) -> None:
         """Raises OSError or ZMQError, and leaves nothing, where the machine has no room for it."""
         self._last_beat = time.monotonic()
+        self.readable = asyncio.Event()
+        """There may be messages; set by the socket's descriptor, which tells of news once, and not again."""
         self.last_words: str | None = None
         """Why it ended, as it said itself."""
         self.refused_config = False
@@ -69,7 +70,7 @@ class _EngineProcess:
         with contextlib.ExitStack() as undo:
             self.directory: Path | None = _private_directory()
             undo.callback(self.remove_directory)
-            self.context = zmq.asyncio.Context()
+            self.context = zmq.Context()
             undo.callback(self.context.destroy)
             self.socket = self.context.socket(zmq.PAIR)
             self.socket.set_hwm(0)
@@ -254,7 +255,9 @@ class EngineClient:
     def _send(self, *message: object) -> None:
         engine = self._engine
         if engine is not None:
-            engine.socket.send(wire.pack(*message))  # without a high-water mark it is sent at once; nothing to await
+            with contextlib.suppress(zmq.Again):  # without a high-water mark there is room unless nobody is there
+                engine.socket.send(wire.pack(*message), zmq.NOBLOCK)
+            engine.readable.set()  # sending may have taken the descriptor's news
 
     async def _run(self, ready: asyncio.Future[None]) -> None:
         """Life after life of the engine, until one may not be followed by another."""
@@ -299,6 +302,7 @@ class EngineClient:
                 ended.set()
 
         loop.add_reader(engine.beat_fd, beat)
+        loop.add_reader(engine.socket.getsockopt(zmq.FD), engine.readable.set)
         reader = asyncio.create_task(self._read(engine, ready))
         try:
             # Silence counts in turns of this loop: a pause of both processes (a frozen container) is no hang.
@@ -320,6 +324,7 @@ class EngineClient:
             return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with code {code}"
         finally:
             loop.remove_reader(engine.beat_fd)
+            loop.remove_reader(engine.socket.getsockopt(zmq.FD))
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
@@ -331,7 +336,13 @@ class EngineClient:
 
     async def _read(self, engine: _EngineProcess, ready: asyncio.Future[None]) -> None:
         while True:
-            kind, *arguments = wire.unpack(await engine.socket.recv())
+            try:
+                message = engine.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                engine.readable.clear()
+                await engine.readable.wait()
+                continue
+            kind, *arguments = wire.unpack(message)
             match kind:
                 case "step":
                     self._take(*arguments)

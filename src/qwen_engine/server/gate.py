@@ -43,7 +43,8 @@ class Gate:
         headers = Headers(scope=scope)
         given_id = headers.get(REQUEST_ID_HEADER, "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        # The layers between this one and a route look at an answer's head only; a stream's pieces go past them.
+        scope.setdefault("state", {}).update(request_id=request_id, send_piece=send)
         if scope["method"] == "HEAD":  # answered as GET is; the HTTP server, which knows better, leaves the body out
             scope = {**scope, "method": "GET"}
         has_begun = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qwen_engine.frontend.output_processor import RequestState, SampleDelta
@@ -35,9 +35,9 @@ class Generation:
             self._first_choice[state.request_id] = self._num_running
             self._num_running += state.spec.params.n
         self._has_output = False
-        self._pending: dict[int, list[SampleDelta]] = {}
+        self._pending: list[tuple[int, SampleDelta]] = []
         self._last_token_time: dict[int, float] = {}
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self.error: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -59,22 +59,29 @@ class Generation:
 
         Deltas of one choice are merged, so a slow reader gets larger ones. Raises what ended the call early.
         """
-        await self._wait_until(lambda: bool(self._pending))
-        if self.error is not None and not self._pending:
+        while not self._pending and not self.finished:
+            await self._change()
+        taken, self._pending = self._pending, []
+        if self.error is not None and not taken:
             raise self.error
-        taken = [(choice, SampleDelta.joined(deltas)) for choice, deltas in sorted(self._pending.items())]
-        self._pending.clear()
-        return taken
+        if len(taken) <= 1:  # nearly always, where a step brings one token
+            return taken
+        by_choice: dict[int, list[SampleDelta]] = {}
+        for choice, delta in taken:
+            by_choice.setdefault(choice, []).append(delta)
+        return [(choice, SampleDelta.joined(deltas)) for choice, deltas in sorted(by_choice.items())]
 
     async def wait_first(self) -> None:
         """Waits until something has come. Raises what ended the call before that."""
-        await self._wait_until(lambda: self._has_output)
+        while not self._has_output and not self.finished:
+            await self._change()
         if self.error is not None:
             raise self.error
 
     async def wait_finished(self) -> None:
         """Waits for all output. Raises what ended the call early."""
-        await self._wait_until(lambda: False)
+        while not self.finished:
+            await self._change()
         if self.error is not None:
             raise self.error
 
@@ -115,11 +122,14 @@ class Generation:
         self.abort()
         self._end()
 
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Or until no more output will come."""
-        while not condition() and not self.finished:
-            self._changed.clear()
-            await self._changed.wait()
+    async def _change(self) -> None:
+        """Until the next output or the end. Only one reader waits at a time, so a future does for an event."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _expire(self, timeout_s: float) -> None:
         if not self.finished and not self._has_output:
@@ -132,14 +142,13 @@ class Generation:
         if delta.finish_reason is not None:
             self._num_running -= 1
         if self._streams:
-            self._pending.setdefault(choice, []).append(delta)
-        if self._streams or self.finished:
-            self._changed.set()
+            self._pending.append((choice, delta))
+            self._wake()
         if self.finished:
             self._end()
 
     def _end(self) -> None:
-        self._changed.set()
+        self._wake()
         self._client.forget(self)
         if self._timer is not None:
             self._timer.cancel()

@@ -19,7 +19,7 @@ from qwen_engine.server.errors import as_api_error
 from qwen_engine.server.json_response import to_json
 from qwen_engine.server.protocol import ChatBody
 from qwen_engine.server.responses_protocol import ResponsesBody
-from qwen_engine.server.service import Call, Service, log_unexpected
+from qwen_engine.server.service import Call, Service, Write, log_unexpected
 from qwen_engine.tokenization.chat_output import ChatDelta, ReasoningDelta
 from qwen_engine.tokenization.tool_calls import ContentDelta, ToolArgumentsDelta, ToolCallStart
 
@@ -35,7 +35,7 @@ async def responses(service: Service, body: ResponsesBody, request: Request) -> 
     with chat.naming_fields():
         call = await open_chat(service, chat, request, id_prefix="resp_")
         answer = _Answer(service, body, chat, call)
-        return await (call.stream(answer.events()) if body.stream else call.whole(answer.whole))
+        return await (call.stream(answer.write_events) if body.stream else call.whole(answer.whole))
 
 
 class _Answer:
@@ -62,15 +62,15 @@ class _Answer:
         self._output.finish(_status(reason))
         return self._finished(reason)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def write_events(self, write: Write) -> None:
         try:
             async for kind, fields in self._events():
-                yield self._encoded(kind, fields)
+                await write(self._encoded(kind, fields))
         except Exception as error:
             log_unexpected(error)
             failure = as_api_error(error)
             fields = {"code": failure.code, "message": failure.message, "param": failure.param}
-            yield self._encoded("error", fields)
+            await write(self._encoded("error", fields))
 
     async def _events(self) -> AsyncIterator[Event]:
         yield "response.created", {"response": self._response("in_progress")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.errors import RequestError, shown
 from qwen_engine.frontend.input_processor import InputProcessor
-from qwen_engine.frontend.output_processor import RequestState
+from qwen_engine.frontend.output_processor import RequestState, SampleDelta
 from qwen_engine.request import RequestSpec
 from qwen_engine.server.engine_client import EngineClient, EngineStatus
 from qwen_engine.server.errors import ApiError, as_api_error, context_length_exceeded, unavailable
@@ -41,6 +41,10 @@ MAX_SEQUENCES = 4096
 _TOKENIZER_THREADS = 4
 _GRAMMAR_THREADS = 2
 DONE = b"data: [DONE]\n\n"
+Write = Callable[[bytes], Awaitable[None]]
+"""Sends events, one or several, and waits where the client is slow to read."""
+WriteEvents = Callable[[Write], Awaitable[None]]
+"""Writes all events of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,14 +294,14 @@ class Call:
         self.close()
         return response
 
-    async def stream(self, events: AsyncIterator[bytes]) -> Response:
+    async def stream(self, write_events: WriteEvents) -> Response:
         """The answer as server-sent events. Waits for the first output, so that errors until then are HTTP errors."""
         try:
             await self.generation.wait_first()
         except BaseException as error:
             self.close(error)
             raise
-        return EventStream(events, self)
+        return EventStream(write_events, self)
 
     async def _abort_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -330,35 +334,53 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], call: Call) -> None:
+    def __init__(self, write_events: WriteEvents, call: Call) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._write_events = write_events
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            # Each step of the engine wakes what runs here: a task of its own, without the dozen frames above this one.
+            await asyncio.create_task(self._send_body(scope["state"]["send_piece"]))
         finally:
             self._call.close(self._call.generation.error)
 
+    async def _send_body(self, send: Send) -> None:
+        async def write(events: bytes) -> None:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
 
-async def with_done(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Chunks as events, an error among them if there is one, and the end mark."""
+        await self._write_events(write)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def write_chunks(
+    write: Write,
+    call: Call,
+    encode: Callable[[Sequence[tuple[int, SampleDelta]]], Iterable[bytes]],
+    last: Callable[[], Any],
+) -> None:
+    """An answer's chunks as events, an error among them if there is one, and the end mark.
+
+    encode: what has come, by choice, as JSON. last: the chunk behind all of them, None without one.
+    """
+    generation = call.generation
     try:
-        async for chunk in chunks:
-            yield data_event(chunk)
+        while deltas := await generation.next_deltas():
+            if events := [data_event(chunk) for chunk in encode(deltas)]:
+                await write(b"".join(events))
+        if (chunk := last()) is not None:
+            await write(data_event(to_json(chunk)))
     except Exception as error:
         log_unexpected(error)
-        yield data_event(as_api_error(error).body())
-    yield DONE
+        await write(data_event(to_json(as_api_error(error).body())))
+    await write(DONE)
 
 
-def data_event(content: Any) -> bytes:
-    return b"data: " + to_json(content) + b"\n\n"
+def data_event(content: bytes) -> bytes:
+    return b"data: %b\n\n" % content
 
 
 def log_unexpected(error: BaseException) -> None:

@@ -102,8 +102,9 @@ class OutputText:
 
     def _find_stop(self, text: str, *, can_match: bool, final: bool = False) -> tuple[str, str | None]:
         """Text that is safe to show, and the stop string if one is complete. `text` is a token's, or the final rest."""
-        parts = [(Part.CONTENT, text)]
-        if self._reasoning is not None:
+        if self._reasoning is None:
+            parts = [(Part.CONTENT, text)]
+        else:
             parts = self._reasoning.split(text, 0 if final else 1)
             if final:
                 parts += self._reasoning.flush()

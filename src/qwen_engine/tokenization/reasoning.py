@@ -161,6 +161,8 @@ class ReasoningSplitter:
         return Part.MARKUP, 0
 
     def _reason(self, rest: str) -> tuple[Part, int]:
+        if "<" not in rest:  # where every tag begins
+            return Part.REASONING, _without_line_break(rest, len(rest))
         close = rest.find(THINK_CLOSE)
         tag, is_call = self._find_call(rest, len(rest) if close < 0 else close)
         if is_call:
@@ -203,12 +205,20 @@ def generation_prefix(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> 
 
 def partial_suffix(text: str, tag: str) -> int:
     """Length of the longest end of `text` that `tag` begins with, short of the whole tag."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    start = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+    while start >= 0 and not tag.startswith(text[start:]):
+        start = text.find(tag[0], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 def _joined(parts: list[tuple[Part, str]]) -> tuple[str, str]:
-    reasoning = "".join(text for part, text in parts if part is Part.REASONING)
-    return reasoning, "".join(text for part, text in parts if part is Part.CONTENT)
+    reasoning = content = ""
+    for part, text in parts:
+        if part is Part.REASONING:
+            reasoning += text
+        elif part is Part.CONTENT:
+            content += text
+    return reasoning, content
 
 
 def _without_line_break(text: str, end: int) -> int:
