@@ -190,6 +190,11 @@ def test_the_report_has_figures_of_every_result_here(path: Path):
     assert "{}" not in page
 
 
+def test_runs_are_in_the_order_of_their_numbers():
+    texts = ["'max_concurrency', 256", "'max_concurrency', 16", "'max_concurrency', 1", "'label', 'x'"]
+    assert sorted(texts, key=report._by_number) == ["'label', 'x'", *reversed(texts[:3])]
+
+
 def test_the_report_has_plots_where_matplotlib_is(suite_results: Path):
     pytest.importorskip("matplotlib")
     assert cli.main(["results", "report", "--results-dir", str(suite_results)]) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,12 @@ def load(folder: Path) -> tuple[list[Entry], list[str]]:
 def newest(entries: Sequence[Entry]) -> list[Entry]:
     """The last entry of each key, by benchmark and setting."""
     latest = {entry.key: entry for entry in entries}
-    return sorted(latest.values(), key=lambda entry: entry.key)
+    return sorted(latest.values(), key=lambda entry: [_by_number(part) for part in entry.key])
+
+
+def _by_number(text: str) -> list[tuple[int, str]]:
+    """Sorts like text, but the numbers in it like numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def render(entries: Sequence[Entry], others: Sequence[str], plots: Sequence[tuple[str, str]] | None) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from qwen_engine import child_process
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.engine_args import HelpFormatter, add_engine_arguments, engine_options
 from qwen_engine.errors import ConfigError, EngineDeadError
@@ -169,6 +170,7 @@ class _Server:
             await self._first_of(start, self._stop.wait(), http)
             if not self._stop.is_set() and start.done():
                 start.result()
+                child_process.settle()
                 self._log_ready()
                 await self._first_of(self._died.wait(), self._stop.wait(), http)
             if self._died.is_set():
