@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import socket
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from qwen_engine import cli
+from qwen_engine.config import EngineConfig
 from qwen_engine.errors import ConfigError, RequestError
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import DEMO_FOLDER
@@ -23,6 +26,7 @@ from qwen_engine.request import RequestSpec, SamplingParams
 from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
 from qwen_engine.server.chat_output import Message
+from qwen_engine.server.engine_client import EngineClient
 from qwen_engine.server.errors import MAX_MESSAGE_CHARS, ApiError, as_api_error
 from qwen_engine.server.json_response import JsonTemplate, to_json
 from qwen_engine.server.log_format import JsonFormatter, TextFormatter
@@ -383,3 +387,31 @@ def test_gaps_are_exposed_as_prometheus_client_exposes_a_histogram():
         return [line for line in exposition.decode().splitlines() if name in line and "created" not in line]
 
     assert lines(metrics.exposition(wire.EngineStats(), healthy=True)) == lines(generate_latest(registry))
+
+
+def test_streams_write_between_two_steps_though_the_next_one_has_come_already(tokenizer):
+    """A socket that always has another step."""
+    num_turns, turns_by_step = 0, []
+    engine = SimpleNamespace(readable=asyncio.Event(), last_words=None, refused_config=False)
+
+    def recv(_flags: int) -> bytes:
+        turns_by_step.append(num_turns)
+        return wire.pack("failed", "", False) if len(turns_by_step) == 50 else wire.pack("step", [], None, 0)
+
+    engine.socket = SimpleNamespace(recv=recv)
+    metrics = Metrics(prefix="test", model_name="m")
+    client = EngineClient(EngineConfig(model="m"), DEMO_FOLDER, tokenizer, metrics)
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        counting = asyncio.create_task(count_turns())
+        await client._read(engine, asyncio.get_running_loop().create_future())
+        counting.cancel()
+
+    asyncio.run(scenario())
+    assert all(later > earlier for earlier, later in pairwise(turns_by_step))

@@ -346,6 +346,7 @@ class EngineClient:
             match kind:
                 case "step":
                     self._take(*arguments)
+                    await asyncio.sleep(0)  # streams write, though the next step may have come already
                 case "hello":
                     engine.remove_directory()
                 case "ready":
