@@ -109,24 +109,6 @@ def check_silu_mul(impl: ModuleType, device: str, dtype: torch.dtype, tokens: in
     assert_close(impl, out, gate * torch.sigmoid(gate) * up)
 
 
-def check_tiled_products(
-    impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, rows: int, columns: int
-) -> None:
-    """Both kernels of `gpu.linear` at tiles that divide the weight and that do not, with and without split-K."""
-    rng = generator(device, tokens, rows, columns)
-    x = normal(rng, tokens, columns + 16, dtype=dtype)[:, :columns]
-    weight = normal(rng, 2 * rows, columns, dtype=dtype) * columns**-0.5  # fp16 ends at 65504
-    products = x.double() @ weight.double().T
-    gate, up = products.chunk(2, dim=1)
-    for sizes in ((16, 32, 1), (32, 16, 3), (64, 64, 2)):
-        tiles = impl.Tiles(*sizes)
-        with poisoned_allocations():
-            parts = impl.linear_tiled(x, weight, tiles)
-            assert parts.dtype == (dtype if len(parts) == 1 else torch.float32)
-            assert_close(impl, parts.double().sum(dim=0).to(dtype), products)
-            assert_close(impl, impl.gated_linear_tiled(x, weight, tiles), gate * gate.sigmoid() * up)
-
-
 def check_embed_tokens(impl: ModuleType, device: str, dtype: torch.dtype, tokens: int, hidden: int) -> None:
     """Two shards of 13 and 10 rows; some tokens in neither, some slots padding."""
     rng = generator(device, tokens, hidden)

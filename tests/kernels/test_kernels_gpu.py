@@ -1,6 +1,5 @@
 """The compiled Triton kernels on a CUDA GPU against fp64 formulas, over a large grid."""
 
-import math
 import random
 
 import kernel_checks as checks
@@ -13,7 +12,6 @@ if not torch.cuda.is_available():
 
 from qwen_engine import kernels  # noqa: E402
 from qwen_engine.kernels import gpu, reference  # noqa: E402
-from qwen_engine.kernels.gpu import tiled_linear  # noqa: E402
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 head_shapes = pytest.mark.parametrize(
@@ -178,51 +176,6 @@ def test_sampled_tokens_equal_those_of_the_reference():
     expected = reference.gumbel_argmax(logits, heat, seeds, positions)
     # Two tokens may have the same 23 bits at the top, where one step of u moves the noise by 0.1 or more.
     assert torch.equal(chosen, expected)
-
-
-@dtypes
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [*checks.PRODUCTS, (64, 1024, 4096), (1, 5120, 12800)])
-def test_tiled_products_equal_their_formula(dtype, tokens, rows, columns):
-    checks.check_tiled_products(tiled_linear, "cuda", dtype, tokens, rows, columns)
-
-
-@pytest.mark.parametrize(("kind", "num_rows", "num_columns"), tiled_linear.TUNED)
-def test_tuned_products_agree_with_cublas(kind, num_rows, num_columns):
-    weight = torch.randn(num_rows, num_columns, device="cuda", dtype=torch.bfloat16) * num_columns**-0.5
-    for rows in tiled_linear.TUNED[kind, num_rows, num_columns]:
-        x = torch.randn(rows, num_columns, device="cuda", dtype=torch.bfloat16)
-        product = torch.nn.functional.linear(x, weight)
-        if kind == "linear":
-            actual, expected = kernels.linear(x, weight), product
-        else:
-            actual, expected = kernels.gated_linear(x, weight), gpu.silu_mul(product)
-        error = (actual.double() - expected.double()).norm() / expected.double().norm()
-        assert error < 6e-3
-
-
-@pytest.mark.parametrize("rows", [1, 16, 64, 65])
-def test_products_use_the_tiles_that_were_tuned_and_agree_with_cublas(monkeypatch, rows):
-    weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
-    plain, gated = kernels.linear(x, weight), kernels.gated_linear(x, weight)
-    used = []
-    for name in ("linear_tiled", "gated_linear_tiled"):
-        real = getattr(tiled_linear, name)
-        monkeypatch.setattr(tiled_linear, name, lambda *args, real=real, name=name: (used.append(name), real(*args))[1])
-    tiles = {tiled_linear.MAX_ROWS: tiled_linear.Tiles(rows=64, columns=128, splits=2)}
-    monkeypatch.setattr(tiled_linear, "TUNED", {("linear", 256, 512): tiles, ("gated", 256, 512): tiles})
-    torch.testing.assert_close(kernels.linear(x, weight), plain, atol=0.3, rtol=1e-2)
-    torch.testing.assert_close(kernels.gated_linear(x, weight), gated, atol=3.0, rtol=2e-2)
-    assert used == (["linear_tiled", "gated_linear_tiled"] if rows <= tiled_linear.MAX_ROWS else [])
-
-
-@pytest.mark.parametrize("rows", [1, 7, 16, 17])
-def test_logits_of_a_few_rows_agree_with_cublas(rows):
-    weight = torch.randn(tiled_linear._VOCABULARY_ROWS + 24, 512, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
-    out = torch.full((rows, weight.shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
-    assert kernels.linear(x, weight, out) is out
-    torch.testing.assert_close(out, torch.mm(x, weight.t()), atol=0.3, rtol=1e-2)
 
 
 @dtypes

@@ -17,7 +17,6 @@ from qwen_engine.kernels.gpu import (  # noqa: E402
     filters,
     prefill,
     sampling,
-    tiled_linear,
 )
 from qwen_engine.kernels.gpu.common import num_sms  # noqa: E402
 from qwen_engine.kernels.gpu.prefill import _rows_and_span  # noqa: E402
@@ -156,18 +155,6 @@ def test_a_cpu_has_no_kernel_for_hopper():
     assert prefill.hopper_attention(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize(("rows", "is_own"), [(1, True), (16, True), (17, False)])
-def test_logits_of_a_few_rows_are_products_of_our_own(rows, is_own, monkeypatch):
-    used, own = [], tiled_linear.products.linear
-    monkeypatch.setattr(tiled_linear.products, "linear", lambda *args: (used.append(rows), own(*args))[1])
-    monkeypatch.setattr(tiled_linear, "_VOCABULARY_ROWS", 100)
-    x, weight = (torch.randn(n, 32, dtype=torch.bfloat16) for n in (rows, 130))
-    out = torch.full((rows, 130), torch.nan, dtype=torch.bfloat16)
-    assert tiled_linear.linear(x, weight, out) is out
-    torch.testing.assert_close(out, x @ weight.t(), atol=0.1, rtol=1e-2)
-    assert used == [rows] * is_own
-
-
 @triton.jit
 def _store_noise_bits(seed, position, out, first_id, COUNT: tl.constexpr):
     bits = noise_bits(tl.load(seed), tl.load(position), first_id, COUNT)
@@ -194,12 +181,6 @@ def test_smp_08_greedy_takes_the_lowest_of_equal_maxima_in_any_batch():
 
 def test_smp_04_noise_of_a_seeded_row_ignores_the_batch():
     checks.check_noise_ignores_the_batch(gpu, "cpu")
-
-
-@dtypes
-@pytest.mark.parametrize(("tokens", "rows", "columns"), checks.PRODUCTS)
-def test_tiled_products_equal_their_formula(dtype, tokens, rows, columns):
-    checks.check_tiled_products(tiled_linear, "cpu", dtype, tokens, rows, columns)
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from qwen_engine.kernels.gpu.decode import DecodeSplits, decode_attention, split
 from qwen_engine.kernels.gpu.elementwise import embed_tokens, silu_mul
 from qwen_engine.kernels.gpu.filters import adjust_logits, lowest_kept
 from qwen_engine.kernels.gpu.launching import compile_launched
+from qwen_engine.kernels.gpu.matrix_products import gated_linear, linear, linear_parts
 from qwen_engine.kernels.gpu.norm import add_rms_norm, rms_norm
 from qwen_engine.kernels.gpu.prefill import chunk_tiles, prefill_attention
 from qwen_engine.kernels.gpu.push_reduce import push_add_rms_norm
 from qwen_engine.kernels.gpu.rope import qk_norm_rope_kv_write
 from qwen_engine.kernels.gpu.sampling import best_ids, gumbel_argmax, slot_argmax, token_logprobs
-from qwen_engine.kernels.gpu.tiled_linear import gated_linear, linear, linear_parts
 
 __all__ = [
     "DecodeSplits",

@@ -76,11 +76,23 @@ def wait_for_inputs(PDL: tl.constexpr):
 def let_next_start(PDL: tl.constexpr):
     """Lets the next kernel start as soon as every program has called this or returned.
 
-    Never called before `wait_for_inputs`: a kernel that has started would else not know that the last but one has
-    ended. It would also bring in a whole row of kernels at once, whose programs then crowd where room is left.
+    Not called before `wait_for_inputs`: a kernel that has started would else not know that the last but one has ended.
+    It would also bring in a whole row of kernels at once, whose programs then crowd where room is left. But a norm that
+    a product of `linear_hopper` follows calls it first: until its wait that one reads nothing but its weight, and none
+    of its programs, of which a multiprocessor has room for one, starts before one of the product before has ended.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether the kernels in Gluon can run; QWEN_ENGINE_HOPPER=0 in the environment turns them off.
+
+    Gluon changes with every Triton, so others than the tested one do without.
+    """
+    wanted = os.environ.get("QWEN_ENGINE_HOPPER", "1") != "0" and triton.__version__.startswith("3.6.")
+    return wanted and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

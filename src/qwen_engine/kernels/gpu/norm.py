@@ -6,6 +6,7 @@ import triton.language as tl
 
 from qwen_engine.kernels.gpu.common import let_next_start, next_power_of_2, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import Kernel
+from qwen_engine.kernels.gpu.matrix_products import starts_early
 
 
 @Kernel
@@ -23,14 +24,18 @@ def _rms_norm_kernel(
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
+    if EARLY:
+        let_next_start(PDL)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    let_next_start(PDL)
+    if not EARLY:
+        let_next_start(PDL)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         values += tl.load(x + part * part_stride + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -59,6 +64,7 @@ def _launch(parts: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
         PARTS=num_parts,
         ADD=residual is not None,
         BLOCK=block,
+        EARLY=starts_early(tokens, weight.dtype, parts.device),
         num_warps=min(max(block // 512, 1), 16),
         **pdl_options(parts.device),
     )

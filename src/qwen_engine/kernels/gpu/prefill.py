@@ -16,7 +16,6 @@ On Hopper the kernel of `prefill_hopper` takes steps that fill the device with i
 """
 
 import functools
-import os
 from collections.abc import Callable
 
 import torch
@@ -28,6 +27,7 @@ from qwen_engine.kernels.gpu.common import (
     cache_rows,
     dot_dtype,
     find_row,
+    has_hopper_kernels,
     let_next_start,
     needs_wide_offsets,
     next_power_of_2,
@@ -324,12 +324,8 @@ def launch_shape(head_dim: int, dot_rows: int, *, element_size: int, shared_memo
 
 @functools.cache
 def hopper_attention(device: torch.device) -> Callable[..., None] | None:
-    """`prefill_hopper.prefill_attention` where it can run; QWEN_ENGINE_HOPPER=0 in the environment turns it off.
-
-    Gluon, in which it is written, changes with every Triton, so others than the tested one are left to this module.
-    """
-    wanted = os.environ.get("QWEN_ENGINE_HOPPER", "1") != "0" and triton.__version__.startswith("3.6.")
-    if not wanted or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    """`prefill_hopper.prefill_attention` where it can run."""
+    if not has_hopper_kernels(device):
         return None
     from qwen_engine.kernels.gpu import prefill_hopper
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from qwen_engine.distributed.peer_memory import INBOX_BYTES, PeerMemory
 from qwen_engine.kernels.gpu.common import let_next_start, next_power_of_2, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import Kernel
+from qwen_engine.kernels.gpu.matrix_products import starts_early
 
 _INBOX_WORDS = INBOX_BYTES // 4
 _MAX_WARPS = 16
@@ -137,18 +138,22 @@ def _push_add_rms_norm_kernel(
     MINUS_ZERO: tl.constexpr,
     ROUND_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """residual, weight and out are seen as int32 words, and so is a single part; several parts are fp32 values.
 
     site_word: index of the site's first word. ROUND_SUM: what the ranks sum to is rounded, as it is in NCCL.
     """
+    if EARLY:
+        let_next_start(PDL)
     column = _scattered(tl.arange(0, BLOCK))
     inside = column < row_words
     word = tl.program_id(0).to(tl.int64) * row_words + column
     weight_words = tl.load(weight + column, mask=inside, other=0)
     wait_for_inputs(PDL)
-    let_next_start(PDL)
+    if not EARLY:
+        let_next_start(PDL)
     if PARTS == 1:
         own = tl.load(parts + word, mask=inside, other=0)
     else:
@@ -251,6 +256,7 @@ def _launch(
         MINUS_ZERO=_MINUS_ZERO_FP32 if residual.dtype == torch.float32 else _MINUS_ZERO_HALVES,
         ROUND_SUM=deterministic,
         BLOCK=block,
+        EARLY=starts_early(tokens, residual.dtype, residual.device),
         num_warps=warps_of(block),
         enable_fp_fusion=not deterministic,
         **pdl_options(residual.device),

@@ -3,7 +3,8 @@
 An element of the product is one chain of tensor-core instructions along the columns, from the first to the last, in
 fp32, rounded once. The chain does not depend on the tile that the element lies in, as long as all tiles use the same
 instruction: so the weight is the wide side of tl.dot, 64 rows or more (a warp group's `wgmma` on Hopper), and no
-program takes a share of the columns. Only the shape of the tiles follows from the number of rows of x.
+program takes a share of the columns. Only the shape of the tiles follows from the number of rows of x. The kernel of
+`linear_hopper` makes the same chains, so few rows are its work here, too.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from qwen_engine.kernels.gpu.common import (
     wait_for_inputs,
 )
 from qwen_engine.kernels.gpu.launching import Kernel
+from qwen_engine.kernels.gpu.matrix_products import few_rows_product
 
 _SPARE_BYTES = 2048  # of shared memory, for what the compiler needs beside the stages
 _X_TILES_AT_ONCE = 8  # neighbouring programs share tiles of x and of the weight in the L2
@@ -198,6 +200,9 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, gated: 
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    parts = few_rows_product(x, weight, out)
+    if parts is not None:
+        return parts[0]
     num_rows = weight.shape[0]
     if out is None:
         out = torch.empty(x.shape[0], num_rows, dtype=x.dtype, device=x.device)
@@ -206,6 +211,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = Non
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    parts = few_rows_product(x, weight, gated=True)
+    if parts is not None:
+        return parts[0]
     num_rows = weight.shape[0] // 2
     out = torch.empty(x.shape[0], num_rows, dtype=x.dtype, device=x.device)
     tiles = tiles_for(True, num_rows, x.shape[0], x.dtype, num_sms(x.device))
