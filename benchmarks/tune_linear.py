@@ -69,7 +69,7 @@ def products(config: ModelConfig) -> dict[str, Shape]:
 @contextmanager
 def chosen(table: dict[Shape, Choice]) -> Iterator[None]:
     """Inside, products with these weights are cut so, the others by the rule."""
-    rule = matrix_products.few_rows_product
+    rule = matrix_products.hopper_product
 
     def product(
         x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, gated: bool = False, **options: bool
@@ -80,11 +80,11 @@ def chosen(table: dict[Shape, Choice]) -> Iterator[None]:
             return rule(x, weight, out, gated=gated, **options)
         return hopper(x, weight, choice, out, gated=gated) if isinstance(choice, Tiles) else None
 
-    matrix_products.few_rows_product = product
+    matrix_products.hopper_product = product
     try:
         yield
     finally:
-        matrix_products.few_rows_product = rule
+        matrix_products.hopper_product = rule
 
 
 class Layers:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from qwen_engine.kernels.gpu.linear_tiles import MAX_ROWS, tiles_for
+from qwen_engine.kernels.gpu.linear_tiles import MAX_FEW_ROWS, tiles_for_few_rows
 
 SMS = 132
 SHARED_BYTES = 227 * 1024
@@ -31,10 +31,10 @@ SHAPES = [
 ] + [(151936, 1024, False, False)]
 
 
-@pytest.mark.parametrize("x_rows", [1, 8, 9, 16, 17, 32, 33, MAX_ROWS])
+@pytest.mark.parametrize("x_rows", [1, 8, 9, 16, 17, 32, 33, MAX_FEW_ROWS])
 def test_tiles_fit_and_leave_no_program_without_work(x_rows):
     for num_rows, num_columns, gated, in_parts in SHAPES:
-        tiles = tiles_for(num_rows, num_columns, x_rows, SMS, gated=gated, in_parts=in_parts)
+        tiles = tiles_for_few_rows(num_rows, num_columns, x_rows, SMS, gated=gated, in_parts=in_parts)
         assert tiles.x_rows // 2 < x_rows <= tiles.x_rows or x_rows < tiles.x_rows == 8
         turned = 4 * tiles.rows * tiles.x_rows
         assert 2 * (tiles.rows + tiles.x_rows) * tiles.columns * tiles.stages + turned < SHARED_BYTES
@@ -44,7 +44,7 @@ def test_tiles_fit_and_leave_no_program_without_work(x_rows):
 
 def test_columns_are_shared_where_a_weight_has_few_tiles():
     splits = [
-        tiles_for(*shape, rows, SMS, gated=False, in_parts=True).splits
+        tiles_for_few_rows(*shape, rows, SMS, gated=False, in_parts=True).splits
         for shape in ((1024, 2048), (4096, 4096), (4096, 12288), (5120, 25600), (20000, 12288))
         for rows in (1, 64)
     ]

@@ -46,6 +46,7 @@ _ROW_WORDS = tl.constexpr(4)  # row, its first piece, their number
 _PIECES_AT_ONCE = 32
 _ROWS_JOINED = 64  # at most, by programs of their own
 _JOINED_AT_ONCE = tl.constexpr(32)
+_TILES_AHEAD = tl.constexpr(2)  # of a piece, that come into the L2 while the kernel before still runs
 
 
 class DecodeSplits(NamedTuple):
@@ -131,6 +132,13 @@ def _split_rows_kernel(
         tl.store(num_split_rows, tl.sum(is_split, 0))
 
 
+@triton.jit
+def _prefetch(pointers):
+    """Into the L2, which sees what is written there later."""
+    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(code, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @Kernel
 @triton.jit
 def _pieces_kernel(
@@ -167,6 +175,15 @@ def _pieces_kernel(
     start = tl.load(pieces + piece * _PIECE_WORDS + 2)
     end = tl.load(pieces + piece * _PIECE_WORDS + 3)
     is_whole = tl.load(pieces + piece * _PIECE_WORDS + 4) == 1
+    table = block_tables + slot * table_stride
+    if PDL and (row >= 0) & (start < end):
+        LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
+        line = tl.arange(0, max(HEAD_DIM // LINE, 1))[None, :] * LINE + kv_head.to(tl.int64) * cache_stride_head
+        for tile in tl.static_range(_TILES_AHEAD):
+            first = start + tile * BLOCK_N
+            rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, WIDE)
+            _prefetch(k_cache + rows + line)
+            _prefetch(v_cache + rows + line)
     wait_for_inputs(PDL)
     if row < 0:
         return
@@ -182,7 +199,6 @@ def _pieces_kernel(
     query = tl.load(
         q + row * q_stride_row + head[:, None] * q_stride_head + dims[None, :], mask=in_group[:, None], other=0.0
     ).to(DOT_DTYPE)
-    table = block_tables + slot * table_stride
     k_head = k_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
     v_head = v_cache + kv_head.to(tl.int64) * cache_stride_head + dims[None, :]
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)

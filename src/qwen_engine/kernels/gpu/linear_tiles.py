@@ -4,7 +4,7 @@ import dataclasses
 
 from qwen_engine.kernels.gpu.common import cdiv, next_power_of_2
 
-MAX_ROWS = 64
+MAX_FEW_ROWS = 64
 _MIN_X_ROWS = 8
 _MAX_SPLITS = 4
 _COLUMNS_PER_X_ROW = 64  # of a split, at least: the more rows of x, the more there is to write and add up
@@ -32,10 +32,14 @@ _TILES = {
     64: Tiles(64, 64, 128, 6),
 }
 _LARGE_TILES = {32: Tiles(128, 32, 128, 5), 64: Tiles(128, 64, 128, 4)}
+_LARGEST_TILES = Tiles(128, 256, 64, 4)
+_MANY_X_ROWS = 4096
+_MANY_X_ROWS_OF_FEW_COLUMNS = 2048
+_FEW_COLUMNS = 2048
 
 
-def tiles_for(num_rows: int, num_columns: int, x_rows: int, sms: int, *, gated: bool, in_parts: bool) -> Tiles:
-    """For x_rows rows of x, at most MAX_ROWS. in_parts: several programs may share the columns of a weight that has
+def tiles_for_few_rows(num_rows: int, num_columns: int, x_rows: int, sms: int, *, gated: bool, in_parts: bool) -> Tiles:
+    """For x_rows rows of x, at most MAX_FEW_ROWS. in_parts: several programs may share the columns of a weight that has
     few tiles for so many multiprocessors."""
     x_rows = max(_MIN_X_ROWS, next_power_of_2(x_rows))
     tiles = _TILES[x_rows]
@@ -49,3 +53,12 @@ def tiles_for(num_rows: int, num_columns: int, x_rows: int, sms: int, *, gated: 
             break
         splits *= 2
     return dataclasses.replace(tiles, splits=splits)
+
+
+def tiles_for_many_rows(x_rows: int, num_columns: int) -> Tiles | None:
+    """For a gated product; None where cuBLAS and a kernel for the rest are faster."""
+    return (
+        _LARGEST_TILES
+        if x_rows >= (_MANY_X_ROWS if num_columns >= _FEW_COLUMNS else _MANY_X_ROWS_OF_FEW_COLUMNS)
+        else None
+    )

@@ -10,8 +10,10 @@ import triton.language as tl
 
 from qwen_engine.kernels.gpu.common import cdiv, let_next_start, next_power_of_2, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import Kernel
+from qwen_engine.kernels.gpu.matrix_products import starts_early
 
 _MAX_TILE_HEADS = 16
+_MAX_EARLY_TOKENS = 32  # of more the programs of attention would crowd where the product has left room
 
 
 @Kernel
@@ -36,8 +38,11 @@ def _qk_norm_rope_kv_write_kernel(
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if EARLY:
+        let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.where(slot < 0, 0, tl.load(positions + token))
@@ -57,7 +62,8 @@ def _qk_norm_rope_kv_write_kernel(
     block = tl.load(block_tables + tl.maximum(slot, 0) * table_stride + position // BLOCK_SIZE).to(tl.int64)
 
     wait_for_inputs(PDL)
-    let_next_start(PDL)
+    if not EARLY:
+        let_next_start(PDL)
     if slot < 0:
         return
     source = qkv + token * qkv_stride + head * (2 * HALF) + half
@@ -118,6 +124,7 @@ def qk_norm_rope_kv_write(
         HALF=head_dim // 2,
         BLOCK_SIZE=block_size,
         TILE_HEADS=tile_heads,
+        EARLY=starts_early(tokens, qkv.dtype, qkv.device) and tokens <= _MAX_EARLY_TOKENS,
         **pdl_options(qkv.device),
     )
     return qkv.view(tokens, heads, head_dim)[:, :num_heads]

@@ -26,7 +26,7 @@ from qwen_engine.kernels.gpu.common import (
     wait_for_inputs,
 )
 from qwen_engine.kernels.gpu.launching import Kernel
-from qwen_engine.kernels.gpu.matrix_products import few_rows_product
+from qwen_engine.kernels.gpu.matrix_products import hopper_product
 
 _SPARE_BYTES = 2048  # of shared memory, for what the compiler needs beside the stages
 _X_TILES_AT_ONCE = 8  # neighbouring programs share tiles of x and of the weight in the L2
@@ -200,7 +200,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, gated: 
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    parts = few_rows_product(x, weight, out)
+    parts = hopper_product(x, weight, out)
     if parts is not None:
         return parts[0]
     num_rows = weight.shape[0]
@@ -211,7 +211,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = Non
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    parts = few_rows_product(x, weight, gated=True)
+    parts = hopper_product(x, weight, gated=True)
     if parts is not None:
         return parts[0]
     num_rows = weight.shape[0] // 2
