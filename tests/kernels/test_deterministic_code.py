@@ -70,7 +70,7 @@ found["merge"] = compiled(attention._merge_kernel, dict(HEAD_DIM=128, SPAN=256, 
 for size in (1, 2, 4):
     constants = dict(
         PARTS=1, RANK=0, SIZE=size, INBOX_WORDS=1 << 20, DTYPE=tl.bfloat16, MINUS_ZERO=-(2**31), ROUND_SUM=True,
-        BLOCK=4096, PDL=True,
+        BLOCK=4096, EARLY=True, PDL=True,
     )
     types = dict.fromkeys(("parts", "residual", "weight", "out"), "*i32")
     types |= dict(addresses=("i64",) * size, abort_address="i64", eps="fp32")

@@ -27,7 +27,7 @@ for size, block, dtype, parts in (
 ):
     constants = dict(
         PARTS=parts, RANK=1, SIZE=size, INBOX_WORDS=1 << 20, DTYPE=dtype, MINUS_ZERO=-(2**31), BLOCK=block, PDL=True,
-        ROUND_SUM=False,
+        ROUND_SUM=False, EARLY=parts == 2,
     )
     types = dict.fromkeys(("parts", "residual", "weight", "out"), "*i32")
     types["parts"] = "*i32" if parts == 1 else "*fp32"
