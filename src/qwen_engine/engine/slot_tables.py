@@ -60,6 +60,7 @@ class SlotTables:
                 np.stack((indices, np.concatenate([values for _, _, values in writes])))
             ).unbind(0)
             self._buffer[device_indices] = values.int()
+        self._copy_prefixes(plan.added)
 
     def apply_sampling(self, plan: StepPlan) -> None:
         """Takes the sampling parameters of the plan's new requests, before tokens are chosen for them."""
@@ -84,13 +85,25 @@ class SlotTables:
             slot = entry.slot
             self.known_tokens[slot] = entry.num_tokens
             self.computed_tokens[slot] = entry.num_computed_tokens
-            self._num_blocks[slot] = len(entry.block_ids)
+            num_shared = entry.prefix[1] if entry.prefix else 0
+            self._num_blocks[slot] = num_shared + len(entry.block_ids)
             self.prompt_tokens[slot] = entry.num_prompt_tokens
             wanted = entry.params.prompt_logprobs
             self.prompt_logprobs[slot] = -1 if wanted is None else wanted
-            rows = ((self.token_table, entry.first_token, entry.token_ids), (self.block_tables, 0, entry.block_ids))
-            for table, first, row in rows:
+            token_row = self.token_table, entry.first_token, entry.token_ids
+            block_row = self.block_tables, num_shared, entry.block_ids
+            for table, first, row in (token_row, block_row):
                 values = np.asarray(row, dtype=np.int64)
                 writes.append((table, slot * table.shape[1] + first + np.arange(len(values)), values))
         slots = np.array([entry.slot for entry in added], dtype=np.int64)
         return [*writes, (self.num_tokens, slots, self.known_tokens[slots])]
+
+    def _copy_prefixes(self, added: Sequence[SlotInit]) -> None:
+        """Gives block tables the beginning that they share with those before them."""
+        sharing: dict[tuple[int, int], list[int]] = {}
+        for entry in added:
+            if entry.prefix:
+                sharing.setdefault(entry.prefix, []).append(entry.slot)
+        for (source, num_blocks), slots in sharing.items():
+            rows = self.to_device(np.array(slots))
+            self.block_tables[rows, :num_blocks] = self.block_tables[source, :num_blocks]
