@@ -271,6 +271,27 @@ def test_a_prefix_is_shared_as_far_as_most_of_it_is_the_same_and_freed_with_the_
     driver.run()
 
 
+def test_a_prefix_in_use_is_shared_in_later_steps_and_sent_once_in_each():
+    driver = Driver(num_blocks=60, block_size=4, max_num_seqs=5, max_num_batched_tokens=256)
+    driver.add("seed", [*[1] * 20, 0], max_tokens=1)
+    driver.run()
+
+    def added(*names):
+        requests = [driver.add(name, [*[1] * 20, index], max_tokens=20) for index, name in enumerate(names)]
+        return requests, [(entry.prefix, len(entry.block_ids)) for entry in driver.launch().added]
+
+    (first,), entries = added("first")
+    assert entries == [(None, 6)]
+    (second, third), entries = added("second", "third")
+    assert entries == [(None, 6), ((second.slot, 5), 1)]
+    assert first.prefix is second.prefix is third.prefix
+    driver.block_manager.reset_prefix_cache()
+    (cold,), entries = added("after the reset")
+    assert (cold.num_cached_tokens, cold.prefix, entries) == (0, None, [(None, 6)])
+    driver.run()
+    driver.check_outputs()
+
+
 def test_admission_hashes_no_more_than_it_takes_to_find_what_is_cached(monkeypatch):
     hashed = []
 

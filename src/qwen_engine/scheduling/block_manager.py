@@ -104,14 +104,14 @@ def _num_equal_ids(one: bytes, other: bytes | array[int]) -> int:
 class Prefix:
     """Cached blocks that tables begin with, referenced once for all of these.
 
-    token_ids: in them, as int32. slot: of the first of these tables, which the plan that adds the others adds before.
+    token_ids: in them, as int32. slot: of the first table with it that the plan in the making adds, if there is one.
     """
 
     salt: str | None
     token_ids: array[int]
     keys: list[BlockKey]
     block_ids: BlockTable
-    slot: int
+    slot: int | None = None
     num_tables: int = 0
 
     def num_common_blocks(self, packed_ids: bytes) -> int:

@@ -95,6 +95,7 @@ class Scheduler:
         self.num_with_prompt_logprobs = 0  # live requests that ask for them
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
+        self._prefix: Prefix | None = None  # of a request before: those that come together often begin alike
         self._launched: deque[_LaunchedStep] = deque()
         self._num_arrivals = 0
         self._num_steps = 0
@@ -334,7 +335,7 @@ class Scheduler:
         request is not preempted again before it has moved. Returns the budget that is left.
         """
         block_manager = self.block_manager
-        prefix = None  # of a request before: those that come together often begin alike
+        prefix = self._usable_prefix()
         while budget and self.waiting and self._free_slots:
             request = self.waiting[-1]
             if len(request.token_ids) < request.num_tokens:
@@ -360,10 +361,21 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             insort(self.running, request, key=self._order)
             plan.added.append(_slot_init(request, shared))
+            if request.prefix is not None and request.prefix.slot is None:
+                request.prefix.slot = request.slot
             num_tokens = self._chunk_tokens(request, budget, late_from)
             budget -= num_tokens
             self._add_chunk(request, num_tokens, plan, launched)
+        self._prefix = prefix
         return budget
+
+    def _usable_prefix(self) -> Prefix | None:
+        """The prefix of the request admitted last that had one, if its blocks are still where it says."""
+        prefix = self._prefix
+        if prefix is None or not prefix.num_tables or not self.block_manager.is_indexed(prefix.keys[-1]):
+            return None
+        prefix.slot = None
+        return prefix
 
     def _shared(self, request: Request, prefix: Prefix | None) -> Prefix | None:
         """What the request's table can take over of the prefix of a request before, if it is the better part."""
@@ -419,7 +431,7 @@ class Scheduler:
         if shared is None and cached:
             num_blocks = len(cached)
             token_ids = request.token_ids[: num_blocks * block_manager.block_size]
-            prefix = Prefix(request.cache_salt, token_ids, request.block_keys[:num_blocks], cached, request.slot)
+            prefix = Prefix(request.cache_salt, token_ids, request.block_keys[:num_blocks], cached)
         elif cached:
             block_manager.acquire(cached)
         if prefix is not None:
@@ -503,15 +515,15 @@ class Scheduler:
 def _slot_init(request: Request, shared: Prefix | None) -> SlotInit:
     looks_back = request.params.has_penalties or request.bad_word_ids
     first = 0 if looks_back else request.num_computed_tokens
-    num_shared = 0 if shared is None else len(shared.block_ids)
+    num_sent = 0 if shared is None or shared.slot is None else len(shared.block_ids)
     return SlotInit(
         slot=request.slot,
         first_token=first,
         token_ids=request.token_ids[first:],
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
-        prefix=None if shared is None else (shared.slot, num_shared),
-        block_ids=request.block_ids[num_shared:],
+        prefix=(shared.slot, num_sent) if num_sent else None,
+        block_ids=request.block_ids[num_sent:],
         params=request.params,
         seed=request.seed,
         stop_ids=sorted(request.stop_ids),
