@@ -6,6 +6,8 @@ A block is in exactly one of three states:
     cached      no reference, its key is in the index     in `_cached`, least recently used first
     referenced  in one or more block tables               ref count > 0; its key may be in the index too
 
+The beginning that several tables share (`Prefix`) counts as one table.
+
 A block enters the index only after its KV has been computed (`publish`), and leaves it when it is handed out again.
 Releasing a table puts its tail before its head, so a chain is evicted from the end. The scheduler is the only caller.
 """
