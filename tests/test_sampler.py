@@ -42,7 +42,9 @@ class Row:
 def slot_init(params: SamplingParams, *, slot: int = 0, **options: Any) -> SlotInit:
     """A request with all its tokens."""
     options = {"stop_ids": (), "bad_word_ids": (), **options}
-    return SlotInit(slot=slot, first_token=0, num_computed_tokens=0, block_ids=(), params=params, **options)
+    return SlotInit(
+        slot=slot, first_token=0, num_computed_tokens=0, prefix=None, block_ids=(), params=params, **options
+    )
 
 
 class Batch:

@@ -216,7 +216,8 @@ class Request:
         num_tokens  [ ................................................ )     plus tokens sampled by a launched step
         KV written  [ num_computed_tokens ....... )                          by all launched steps
 
-    packed_prompt: the prompt's ids as int32; None if an entry is no such number, which the scheduler refuses.
+    token_ids are int32; those of a prompt that holds something else, which the scheduler refuses, are as they came.
+    packed_prompt: the prompt's ids as they lie in memory; None for such a prompt.
     Computing positions [num_computed_tokens, num_tokens) yields the next token. Between launch and result of a step,
     `num_tokens` is one ahead of `token_ids`; the value is on the device only.
     """
@@ -239,6 +240,7 @@ class Request:
         "num_tokens",
         "packed_prompt",
         "params",
+        "prefix",
         "priority",
         "request_id",
         "scheduled_time",
@@ -257,12 +259,14 @@ class Request:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+        packed_prompt: bytes | None = None,
         seed: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
         eos_token_ids: Sequence[int] = (),
         bad_word_ids: Sequence[Sequence[int]] = (),
     ) -> None:
+        """packed_prompt: what `packed_ids` makes of the prompt, where it is known."""
         if isinstance(prompt_token_ids, str | bytes) or not isinstance(prompt_token_ids, Sequence):
             kind = type(prompt_token_ids).__name__
             raise RequestError(f"prompt is {kind}; it must be a list of token ids", param="prompt")
@@ -270,8 +274,9 @@ class Request:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt is {shown(cache_salt)}; it must be a non-empty string", param="cache_salt")
         self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)
-        self.packed_prompt = _packed(self.token_ids)
+        packed = packed_ids(prompt_token_ids) if packed_prompt is None else packed_prompt
+        self.token_ids = list(prompt_token_ids) if packed is None else array("i", packed)
+        self.packed_prompt = packed
         self.params = params
         self.seed = seed
         self.priority = priority
@@ -295,6 +300,7 @@ class Request:
 
         self.slot = -1
         self.block_ids: array[int] = array("i")  # its block table
+        self.prefix: Any = None  # the `Prefix` that its table begins with
         self.block_keys: list[bytes] = []  # prefix-index keys of the leading full blocks
         self.num_published_blocks = 0
 
@@ -306,14 +312,15 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def packed_ids(self, first: int, last: int) -> bytes:
-        """Ids of the known tokens [first, last) as int32. The prompt's were packed when it came."""
-        num_prompt = self.num_prompt_tokens
-        if first >= num_prompt:
-            return pack(f"{last - first}i", *self.token_ids[first:last])
-        if last <= num_prompt:
-            return self.packed_prompt[4 * first : 4 * last]
-        return self.packed_prompt[4 * first :] + self.packed_ids(num_prompt, last)
+
+def packed_ids(token_ids: Sequence[int]) -> bytes | None:
+    """Ids as int32; None if an entry is no such number. A bool is none."""
+    if [*map(type, token_ids)].count(int) < len(token_ids):
+        return None
+    try:
+        return pack(f"{len(token_ids)}i", *token_ids)
+    except StructError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +328,7 @@ class RequestSpec:
     """A user's request, tokenized and checked against the model: all that the engine needs to know of it.
 
     One prompt with `params.n` samples; each is a sequence of its own inside the engine.
+    packed_prompt: what `packed_ids` makes of the prompt, so that neither its sequences nor another process do it again.
     """
 
     request_id: str
@@ -332,6 +340,7 @@ class RequestSpec:
     cache_salt: str | None = None
     eos_token_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
+    packed_prompt: bytes | None = None
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -343,21 +352,13 @@ class RequestSpec:
             f"{self.request_id}-{index}",
             self.prompt_token_ids,
             self.params,
+            packed_prompt=self.packed_prompt,
             seed=_wrap_int64(self.seed + index * _SEED_STEP),
             priority=self.priority,
             cache_salt=self.cache_salt,
             eos_token_ids=self.eos_token_ids,
             bad_word_ids=self.bad_word_ids,
         )
-
-
-def _packed(token_ids: list[int]) -> bytes | None:
-    if not {*map(type, token_ids)} <= {int}:  # a bool, say, is none
-        return None
-    try:
-        return pack(f"{len(token_ids)}i", *token_ids)
-    except StructError:
-        return None
 
 
 def _logit_bias(value: Any) -> dict[int, float]:

@@ -181,6 +181,7 @@ def run(lengths, params, step, context=0):
             token_ids=[1] * (context + length),
             num_prompt_tokens=context + length,
             num_computed_tokens=context,
+            prefix=None,
             block_ids=block_table([0] * -(-(context + length) // 16)),
             params=params[slot % len(params)],
             seed=0,

@@ -15,6 +15,7 @@ from typing import Any
 
 from qwen_engine.request import Request, SamplingParams
 from qwen_engine.scheduling.block_manager import BlockManager, extend_block_keys
+from qwen_engine.scheduling.plan_codec import decode_plan, encode_plan
 from qwen_engine.scheduling.scheduler import Scheduler
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
@@ -126,18 +127,24 @@ class FakeDevice:
     def _apply_deltas(self, plan: StepPlan) -> None:
         for slot in plan.freed_slots:
             del self.slots[slot]
+        added: list[int] = []
         for entry in plan.added:
             assert 0 <= entry.slot < self.max_num_seqs
             assert entry.slot not in self.slots, "a slot is taken while it is in use"
             assert 0 <= entry.first_token <= entry.num_computed_tokens < entry.first_token + len(entry.token_ids)
             assert not entry.first_token or (not entry.params.has_penalties and not entry.bad_word_ids)
             # Tokens with KV need not come along; that it is theirs shows in the outputs.
-            chain = [
-                self.kv[entry.block_ids[i // self.block_size]][i % self.block_size] for i in range(entry.first_token)
-            ]
+            block_ids = list(entry.block_ids)
+            if entry.prefix:
+                source, num_shared = entry.prefix
+                assert source in added, "a table begins with that of a slot which is not in the plan before it"
+                assert 0 < num_shared <= len(self.slots[source].block_ids), "a prefix is longer than its table"
+                block_ids = self.slots[source].block_ids[:num_shared] + block_ids
+            added.append(entry.slot)
+            chain = [self.kv[block_ids[i // self.block_size]][i % self.block_size] for i in range(entry.first_token)]
             assert None not in chain, "a hit on a block that has not been computed"
             extend_chain(chain, entry.token_ids, entry.seed)
-            self.slots[entry.slot] = _Slot(entry, chain, list(entry.block_ids), entry.num_computed_tokens)
+            self.slots[entry.slot] = _Slot(entry, chain, block_ids, entry.num_computed_tokens)
         for slot, block_id in plan.new_blocks:
             self.slots[slot].block_ids.append(block_id)
 
@@ -217,6 +224,7 @@ class Driver:
         self.requests: list[Request] = []
         self.outputs: dict[int, list[int]] = {}  # id(request) → tokens handed back
         self.num_steps = 0
+        self.num_sharing = 0  # requests that a plan gave a prefix of another's
 
     def add(
         self,
@@ -274,7 +282,8 @@ class Driver:
         assert all(r.slot in plan.slots or not r.block_ids for r in decoding), "a decoding request was stalled"
         if scheduler.policy == "fcfs" and scheduler.running and scheduler.waiting:
             assert scheduler.running[-1].arrival < scheduler.waiting[-1].arrival, "a request was overtaken"
-        self.launched.append((plan, self.device.execute(plan)))
+        self.num_sharing += sum(entry.prefix is not None for entry in plan.added)
+        self.launched.append((plan, self.device.execute(decode_plan(encode_plan(plan)))))
         self.num_steps += 1
         return plan
 
@@ -360,7 +369,7 @@ class Driver:
             expected, reason = solo_run(request, limit_tokens=request.limit_tokens)
             assert request.finish_reason in (reason, "abort")
             output = self.outputs[id(request)]
-            assert output == request.token_ids[request.num_prompt_tokens :]
+            assert output == list(request.token_ids[request.num_prompt_tokens :])
             if request.finish_reason == "abort":
                 assert output == expected[: len(output)]
             else:

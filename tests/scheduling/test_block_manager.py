@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from qwen_engine.errors import QwenEngineError
 from qwen_engine.scheduling import block_manager as block_manager_module
-from qwen_engine.scheduling.block_manager import BlockManager, Match, RecentPrompts, block_table, extend_block_keys
+from qwen_engine.scheduling.block_manager import BlockManager, RecentPrompts, extend_block_keys
 
 SIZE = 4
 
@@ -389,7 +389,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.manager = BlockManager(POOL, SIZE)
-        self.tables = []  # [block ids, token ids, salt, number of published blocks, what was matched and is indexed]
+        self.tables = []  # [block ids, token ids, salt, number of published blocks]
         self.index = {}  # (salt, token ids up to the end of the block) → block
         self.blank = set(range(POOL))
         self.cached = OrderedDict()  # block → its key in `index`, least recently used first
@@ -402,9 +402,8 @@ class PoolMachine(RuleBasedStateMachine):
         head=st.integers(0, 1),
         tail=st.integers(0, 1),
         salt=st.sampled_from([None, "s"]),
-        data=st.data(),
     )
-    def start_table(self, num_blocks, head, tail, salt, data):
+    def start_table(self, num_blocks, head, tail, salt):
         """What admission does: match, acquire, allocate the rest."""
         token_ids = [head] * SIZE + [tail] * SIZE * (num_blocks - 1)
         expected = []
@@ -415,9 +414,6 @@ class PoolMachine(RuleBasedStateMachine):
             expected.append(block_id)
         matched = self.manager.match(keys_of(token_ids, salt))
         assert list(matched) == expected
-        if self.tables:
-            _, held_ids, held_salt, _, held = data.draw(st.sampled_from(self.tables))
-            assert self.manager.match(keys_of(token_ids, salt), Match(keys_of(held_ids, held_salt), held)) == matched
         assert self.manager.num_unreferenced(matched) == sum(not self.references(b) for b in matched)
         before = state(self.manager)
         num_new = num_blocks - len(matched)
@@ -438,13 +434,13 @@ class PoolMachine(RuleBasedStateMachine):
             oldest, key = self.cached.popitem(last=False)
             assert block_id == oldest
             del self.index[key]
-        self.tables.append([matched + new, token_ids, salt, len(matched), matched])
+        self.tables.append([matched + new, token_ids, salt, len(matched)])
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def publish_next(self, data):
         table = data.draw(st.sampled_from(self.tables))
-        block_ids, token_ids, salt, num_published, _ = table
+        block_ids, token_ids, salt, num_published = table
         if num_published == len(block_ids):
             return
         self.manager.publish(block_ids[num_published], keys_of(token_ids, salt)[num_published])
@@ -468,8 +464,6 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.manager.reset_prefix_cache()
-        for table in self.tables:
-            table[4] = block_table()
         self.blank |= set(self.cached)
         self.cached.clear()
         self.index.clear()

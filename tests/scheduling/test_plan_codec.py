@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import struct
+from array import array
 
 import msgpack
 import pytest
@@ -51,7 +52,7 @@ PARAMS = st.builds(
 
 @st.composite
 def slot_inits(draw: st.DrawFn) -> SlotInit:
-    token_ids = draw(st.lists(IDS, max_size=40))
+    token_ids = array("i", draw(st.lists(IDS, max_size=40)))
     first = draw(st.integers(0, 2**20))
     return SlotInit(
         slot=draw(IDS),
@@ -59,6 +60,7 @@ def slot_inits(draw: st.DrawFn) -> SlotInit:
         token_ids=token_ids,
         num_prompt_tokens=draw(st.integers(0, first + len(token_ids))),
         num_computed_tokens=draw(st.integers(first, first + len(token_ids))),
+        prefix=None,
         block_ids=block_table(draw(st.lists(IDS, max_size=8))),
         params=draw(PARAMS),
         seed=draw(st.integers(INT64_MIN, INT64_MAX)),
@@ -69,12 +71,16 @@ def slot_inits(draw: st.DrawFn) -> SlotInit:
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
+    added: list[SlotInit] = []
+    for entry in draw(st.lists(slot_inits(), max_size=3)):
+        prefix = draw(st.none() | st.sampled_from([(e.slot, len(e.block_ids)) for e in added if e.block_ids] or [None]))
+        added.append(entry._replace(prefix=prefix) if entry.slot not in {e.slot for e in added} else entry)
     rows = draw(st.lists(st.tuples(IDS, st.integers(1, INT32_MAX)), max_size=40))
     return StepPlan(
         step=draw(st.integers(0, INT64_MAX)),
         slots=[slot for slot, _ in rows],
         num_tokens=[count for _, count in rows],
-        added=draw(st.lists(slot_inits(), max_size=3)),
+        added=added,
         new_blocks=draw(st.lists(st.tuples(IDS, IDS), max_size=10)),
         freed_slots=draw(st.lists(IDS, max_size=10)),
     )
@@ -96,9 +102,10 @@ def small_plan(**params: object) -> StepPlan:
     entry = SlotInit(
         slot=1,
         first_token=0,
-        token_ids=[5, 6, 7],
+        token_ids=array("i", [5, 6, 7]),
         num_prompt_tokens=3,
         num_computed_tokens=0,
+        prefix=None,
         block_ids=block_table([4]),
         params=SamplingParams(**params),
         seed=9,
@@ -113,6 +120,11 @@ def changed(change) -> bytes:
     fields = msgpack.unpackb(encode_plan(small_plan(top_k=5)))
     change(fields)
     return msgpack.packb(fields)
+
+
+def with_params(**params: object):
+    """What gives the added slot of a plan's fields these parameters."""
+    return lambda fields: fields["added"][0].update(params=msgpack.packb(params))
 
 
 @given(plans())
@@ -185,14 +197,20 @@ def test_plans_of_a_real_scheduler_come_back_equal() -> None:
         (lambda f: f["added"][0].update(num_prompt_tokens=4), "num_prompt_tokens is 4; .* 0 to 3"),
         (lambda f: f["added"][0].update(num_computed_tokens=4), "num_computed_tokens is 4"),
         (lambda f: f["added"][0].update(token_ids="abcd"), "token_ids is 'abcd'"),
+        (lambda f: f["added"][0].update(prefix=3), "prefix is 3; it must be a slot and a number of blocks"),
+        (lambda f: f["added"][0].update(prefix=[0, 0]), "prefix is 0"),
+        (lambda f: f["added"][0].update(prefix=[1, 1]), "prefix is 1 blocks of slot 1; 0 of it come before"),
+        (lambda f: f["added"].append({**f["added"][0], "prefix": [1, 2]}), "2 blocks of slot 1; 1 of it come before"),
         (lambda f: f["added"][0].update(bad_word_ids=b""), "bad_word_ids is b''"),
         (lambda f: f["added"][0].update(bad_word_ids=[[1]]), r"bad_word_ids is \[1\]"),
-        (lambda f: f["added"][0].update(params=[]), r"params are \[\]"),
-        (lambda f: f["added"][0]["params"].update(beam=2), "must be a map of sampling parameters"),
-        (lambda f: f["added"][0]["params"].update(temperature=3.0), "out of range: temperature is 3.0"),
-        (lambda f: f["added"][0]["params"].update(stop_token_ids=[1]), r"stop_token_ids is \[1\]"),
-        (lambda f: f["added"][0]["params"].update(logit_bias={"1": 1.0}), "logit_bias is"),
-        (lambda f: f["added"][0]["params"].update(logit_bias=[b"\x01\0\0\0", b""]), "logit_bias has 1 ids"),
+        (lambda f: f["added"][0].update(params={}), "params is {}; it must be a packed map"),
+        (lambda f: f["added"][0].update(params=b""), "params of 0 bytes is not msgpack"),
+        (lambda f: f["added"][0].update(params=msgpack.packb([])), r"params are \[\]"),
+        (with_params(beam=2), "must be a map of sampling parameters"),
+        (with_params(temperature=3.0), "out of range: temperature is 3.0"),
+        (with_params(stop_token_ids=[1]), r"stop_token_ids is \[1\]"),
+        (with_params(logit_bias={"1": 1.0}), "logit_bias is"),
+        (with_params(logit_bias=[b"\x01\0\0\0", b""]), "logit_bias has 1 ids"),
     ],
 )
 def test_altered_fields_are_refused_by_name(change, message: str) -> None:
@@ -251,8 +269,9 @@ def test_numbers_of_an_added_slot_are_checked_before_they_travel() -> None:
         {"seed": 2**63},
         {"slot": -1},
         {"num_computed_tokens": 4},
-        {"token_ids": [-1, 0, 0]},
+        {"token_ids": array("i", [-1, 0, 0])},
+        {"prefix": (0, 1)},
         {"block_ids": block_table([3, -1])},
     ):
         with pytest.raises(PlanError, match=next(iter(fields))):
-            encode_plan(dataclasses.replace(plan, added=[dataclasses.replace(plan.added[0], **fields)]))
+            encode_plan(dataclasses.replace(plan, added=[plan.added[0]._replace(**fields)]))

@@ -242,12 +242,53 @@ def test_requests_admitted_together_reference_what_each_of_them_shares():
     driver.run()
     prompts = ([3], [4], short, short, long, long, long, other, other, short)
     requests = [driver.add(str(index), [*prompt, 5, 6], max_tokens=3) for index, prompt in enumerate(prompts)]
-    driver.launch()
-    driver.scheduler.check()
+    plan = driver.launch()
     assert [request.num_cached_tokens for request in requests[:-1]] == [0, 0, 8, 8, 16, 16, 16, 12, 12]
+    first_short, first_other = (requests[2].slot, 2), (requests[7].slot, 3)
+    assert [entry.prefix for entry in plan.added] == [None] * 3 + [first_short] * 4 + [None, first_other]
     assert driver.scheduler.waiting == requests[-1:]
     driver.run()
     driver.check_idle()
+    driver.check_outputs()
+
+
+def test_a_prefix_is_shared_as_far_as_most_of_it_is_the_same_and_freed_with_the_last_table():
+    driver = Driver(num_blocks=60, block_size=4, max_num_seqs=5, max_num_batched_tokens=256)
+    long, most, less = [1] * 20, [1] * 12, [1] * 4
+    driver.add("seed", [*long, 0], max_tokens=1)
+    driver.run()
+    prompts = ([*long, 5], [*most, 6, 6, 6, 6], [*long, 7], long, [*less, 8])
+    requests = [driver.add(str(index), prompt, max_tokens=9) for index, prompt in enumerate(prompts)]
+    plan, slot = driver.launch(), requests[0].slot
+    assert [request.num_cached_tokens for request in requests] == [20, 12, 20, 16, 4]
+    assert [entry.prefix for entry in plan.added] == [None, (slot, 3), (slot, 3), (slot, 3), None]
+    assert [len(entry.block_ids) for entry in plan.added] == [6, 1, 3, 2, 2]
+    num_free = [driver.block_manager.num_free_blocks]
+    for index in (0, 2, 1, 3, 4):
+        driver.abort(str(index))
+        num_free.append(driver.block_manager.num_free_blocks)
+    assert num_free == [60 - 5 - 5, 51, 53, 54, 58, 60]
+    driver.run()
+
+
+def test_a_prefix_in_use_is_shared_in_later_steps_and_sent_once_in_each():
+    driver = Driver(num_blocks=60, block_size=4, max_num_seqs=5, max_num_batched_tokens=256)
+    driver.add("seed", [*[1] * 20, 0], max_tokens=1)
+    driver.run()
+
+    def added(*names):
+        requests = [driver.add(name, [*[1] * 20, index], max_tokens=20) for index, name in enumerate(names)]
+        return requests, [(entry.prefix, len(entry.block_ids)) for entry in driver.launch().added]
+
+    (first,), entries = added("first")
+    assert entries == [(None, 6)]
+    (second, third), entries = added("second", "third")
+    assert entries == [(None, 6), ((second.slot, 5), 1)]
+    assert first.prefix is second.prefix is third.prefix
+    driver.block_manager.reset_prefix_cache()
+    (cold,), entries = added("after the reset")
+    assert (cold.num_cached_tokens, cold.prefix, entries) == (0, None, [(None, 6)])
+    driver.run()
     driver.check_outputs()
 
 
@@ -269,4 +310,4 @@ def test_admission_hashes_no_more_than_it_takes_to_find_what_is_cached(monkeypat
     warm, longer = driver.add("warm", prompt), driver.add("longer", [*prompt, *prompt[:40]])
     driver.scheduler.schedule()
     assert (warm.num_cached_tokens, longer.num_cached_tokens) == (1196, 1200)
-    assert len(hashed) == 1  # the block that follows the 300 which both share with the cold one
+    assert len(hashed) == 2  # the block behind those that both share, and the one that follows it and misses

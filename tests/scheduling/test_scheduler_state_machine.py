@@ -33,7 +33,7 @@ def short_prompts_take_over_keys() -> Iterator[None]:
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(2, 14),
+        num_blocks=st.integers(2, 14) | st.just(60),
         block_size=st.sampled_from([1, 2, 4, 8]),
         max_num_seqs=st.integers(1, 5),
         extra_budget=st.sampled_from([0, 1, 3, 30]),
@@ -62,21 +62,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         constrained=st.booleans(),
+        num_alike=st.sampled_from([1, 1, 3]),
     )
-    def arrive(self, context, num_shared, rest, max_tokens, min_tokens, **options):
-        self.num_requests += 1
+    def arrive(self, context, num_shared, rest, max_tokens, min_tokens, num_alike, **options):
         min_tokens = min(min_tokens, max_tokens or min_tokens)
-        before = len(self.driver.scheduler.requests)
-        try:
-            self.driver.add(
-                str(self.num_requests),
-                context[:num_shared] + rest,
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                **options,
-            )
-        except RequestError:
-            assert len(self.driver.scheduler.requests) == before
+        for shorter in range(num_alike):  # they end in other blocks, so that together they share what they can
+            self.num_requests += 1
+            before = len(self.driver.scheduler.requests)
+            try:
+                self.driver.add(
+                    str(self.num_requests),
+                    context[: max(0, num_shared - 2 * shorter)] + rest,
+                    max_tokens=max_tokens,
+                    min_tokens=min_tokens,
+                    **options,
+                )
+            except RequestError:
+                assert len(self.driver.scheduler.requests) == before
         self.driver.scheduler.check()
 
     @rule(num_steps=st.integers(1, 12))
@@ -179,6 +181,8 @@ SOAKS = [
     (7, 8, 5, 16, "fcfs"),
     (7, 8, 5, 16, "priority"),
     (40, 4, 12, 24, "fcfs"),
+    (50, 4, 8, 64, "fcfs"),
+    (80, 2, 8, 60, "priority"),
 ]
 
 
@@ -205,5 +209,6 @@ def test_random_traffic_returns_what_each_request_returns_alone(num_blocks, bloc
     # The traffic must have met what it is meant to meet.
     assert sum(request.num_preemptions for request in driver.requests) > 20
     assert sum(request.num_cached_tokens for request in driver.requests) > 200
+    assert driver.num_sharing > 20 or num_blocks < 50
     assert {request.finish_reason for request in driver.requests} == {"stop", "length", "abort"}
     assert len({id(request) for request in driver.requests}) > 100

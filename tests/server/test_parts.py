@@ -22,7 +22,7 @@ from qwen_engine.errors import ConfigError, RequestError
 from qwen_engine.frontend.output_processor import RequestState
 from qwen_engine.models.hub import DEMO_FOLDER
 from qwen_engine.outputs import Logprob, PositionLogprobs
-from qwen_engine.request import RequestSpec, SamplingParams
+from qwen_engine.request import RequestSpec, SamplingParams, packed_ids
 from qwen_engine.server import wire
 from qwen_engine.server.app import create_app
 from qwen_engine.server.chat_output import Message
@@ -48,7 +48,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(DEMO_FOLDER)
 
 
-def test_a_request_crosses_unchanged_but_for_its_text():
+@pytest.mark.parametrize("packed_prompt", [None, packed_ids([1, 2, 3])])
+def test_a_request_crosses_unchanged_but_for_its_text(packed_prompt):
     params = SamplingParams(
         n=3,
         temperature=0.5,
@@ -57,13 +58,23 @@ def test_a_request_crosses_unchanged_but_for_its_text():
         logit_bias={5: -1.5},
         allowed_token_ids=[5, 6, 7],
     )
-    spec = RequestSpec("17", "text", [1, 2, 3], params, -5, 2, "salt", (7, 9), [[1], [2, 3]])
+    spec = RequestSpec("17", "text", [1, 2, 3], params, -5, 2, "salt", (7, 9), [[1], [2, 3]], packed_prompt)
     crossed = wire.decode_spec(wire.unpack(wire.pack(wire.encode_spec(spec)))[0])
     assert crossed.params == params
     assert crossed.prompt is None
     for index in range(3):
         ours, theirs = spec.sequence(index), crossed.sequence(index)
-        for name in ("request_id", "token_ids", "seed", "priority", "cache_salt", "stop_ids", "bad_word_ids"):
+        assert theirs.token_ids.tolist() == [1, 2, 3]
+        for name in (
+            "request_id",
+            "token_ids",
+            "packed_prompt",
+            "seed",
+            "priority",
+            "cache_salt",
+            "stop_ids",
+            "bad_word_ids",
+        ):
             assert getattr(ours, name) == getattr(theirs, name), name
 
 

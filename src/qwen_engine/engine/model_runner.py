@@ -9,6 +9,7 @@ host later, through `StepResult`. Steps run in the order they are given.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -245,9 +246,10 @@ class ModelRunner:
             SlotInit(
                 slot=slot,
                 first_token=context,
-                token_ids=[0] * length,
+                token_ids=array("i", [0]) * length,
                 num_prompt_tokens=context + length,
                 num_computed_tokens=context,
+                prefix=None,
                 block_ids=block_table([0] * -(-(context + length) // self.block_size)),
                 params=params,
                 seed=0,

@@ -60,6 +60,7 @@ class SlotTables:
                 np.stack((indices, np.concatenate([values for _, _, values in writes])))
             ).unbind(0)
             self._buffer[device_indices] = values.int()
+        self._copy_prefixes(plan.added)
 
     def apply_sampling(self, plan: StepPlan) -> None:
         """Takes the sampling parameters of the plan's new requests, before tokens are chosen for them."""
@@ -79,18 +80,36 @@ class SlotTables:
         return tensor.to(self.device, non_blocking=True)
 
     def _add(self, added: Sequence[SlotInit]) -> list[tuple[torch.Tensor, np.ndarray, np.ndarray]]:
-        writes = []
+        slots = np.array([entry.slot for entry in added])
+        num_shared = np.array([entry.prefix[1] if entry.prefix else 0 for entry in added])
+        wanted = [entry.params.prompt_logprobs for entry in added]
+        self.known_tokens[slots] = [entry.num_tokens for entry in added]
+        self.computed_tokens[slots] = [entry.num_computed_tokens for entry in added]
+        self.prompt_tokens[slots] = [entry.num_prompt_tokens for entry in added]
+        self.prompt_logprobs[slots] = [-1 if count is None else count for count in wanted]
+        self._num_blocks[slots] = num_shared + [len(entry.block_ids) for entry in added]
+        token_places = slots * self.token_table.shape[1] + [entry.first_token for entry in added]
+        block_places = slots * self.block_tables.shape[1] + num_shared
+        return [
+            (self.token_table, *_spread(token_places, [entry.token_ids for entry in added])),
+            (self.block_tables, *_spread(block_places, [entry.block_ids for entry in added])),
+            (self.num_tokens, slots, self.known_tokens[slots]),
+        ]
+
+    def _copy_prefixes(self, added: Sequence[SlotInit]) -> None:
+        """Gives block tables the beginning that they share with those before them."""
+        sharing: dict[tuple[int, int], list[int]] = {}
         for entry in added:
-            slot = entry.slot
-            self.known_tokens[slot] = entry.num_tokens
-            self.computed_tokens[slot] = entry.num_computed_tokens
-            self._num_blocks[slot] = len(entry.block_ids)
-            self.prompt_tokens[slot] = entry.num_prompt_tokens
-            wanted = entry.params.prompt_logprobs
-            self.prompt_logprobs[slot] = -1 if wanted is None else wanted
-            rows = ((self.token_table, entry.first_token, entry.token_ids), (self.block_tables, 0, entry.block_ids))
-            for table, first, row in rows:
-                values = np.asarray(row, dtype=np.int64)
-                writes.append((table, slot * table.shape[1] + first + np.arange(len(values)), values))
-        slots = np.array([entry.slot for entry in added], dtype=np.int64)
-        return [*writes, (self.num_tokens, slots, self.known_tokens[slots])]
+            if entry.prefix:
+                sharing.setdefault(entry.prefix, []).append(entry.slot)
+        for (source, num_blocks), slots in sharing.items():
+            rows = self.to_device(np.array(slots))
+            self.block_tables[rows, :num_blocks] = self.block_tables[source, :num_blocks]
+
+
+def _spread(places: np.ndarray, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The indices of all entries of the rows, of which each begins at its place, and the entries."""
+    lengths = np.array([len(row) for row in rows])
+    ends = np.cumsum(lengths)
+    indices = np.arange(ends[-1]) + np.repeat(places - (ends - lengths), lengths)
+    return indices, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])

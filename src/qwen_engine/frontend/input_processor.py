@@ -12,7 +12,7 @@ from typing import Any
 from qwen_engine.checks import plain
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.errors import RequestError
-from qwen_engine.request import Request, RequestSpec, SamplingParams
+from qwen_engine.request import Request, RequestSpec, SamplingParams, packed_ids
 from qwen_engine.tokenization.structured import GrammarCompiler
 from qwen_engine.tokenization.tokenizer import Tokenizer
 
@@ -46,10 +46,13 @@ class InputProcessor:
         params = params.with_counts(model.vocab_size)
         text = prompt.get("prompt")
         token_ids = plain(prompt.get("prompt_token_ids"))
-        if isinstance(token_ids, list | tuple) and {*map(type, token_ids)} != {int}:
-            token_ids = [*map(plain, token_ids)]
         if token_ids is None:
             token_ids = self.needs_tokenizer().encode(text)
+        packed_prompt = None
+        if isinstance(token_ids, list | tuple):
+            packed_prompt = packed_ids(token_ids)
+            if packed_prompt is None:  # scalars of numpy, say
+                token_ids = [*map(plain, token_ids)]
         if params.stop:
             self.needs_tokenizer()
         if params.structured_outputs is not None:
@@ -68,6 +71,7 @@ class InputProcessor:
             cache_salt=prompt.get("cache_salt"),
             eos_token_ids=eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words),
+            packed_prompt=packed_prompt,
         )
 
     def constrain(self, sequence: Request) -> None:

@@ -6,6 +6,8 @@ A block is in exactly one of three states:
     cached      no reference, its key is in the index     in `_cached`, least recently used first
     referenced  in one or more block tables               ref count > 0; its key may be in the index too
 
+The beginning that several tables share (`Prefix`) counts as one table.
+
 A block enters the index only after its KV has been computed (`publish`), and leaves it when it is handed out again.
 Releasing a table puts its tail before its head, so a chain is evicted from the end. The scheduler is the only caller.
 """
@@ -13,9 +15,9 @@ Releasing a table puts its tail before its head, so a chain is evicted from the 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -51,11 +53,10 @@ def extend_block_keys(keys: list[BlockKey], packed_ids: bytes, block_size: int, 
 
 
 class _RecentPrompt(NamedTuple):
-    """A prompt's ids as int32, the `head` of them that one before it had too, and the keys of its leading blocks."""
+    """A prompt's ids as int32, and the keys of its leading blocks."""
 
     salt: str | None
     packed: bytes
-    head: bytes
     keys: list[BlockKey]
 
 
@@ -76,50 +77,59 @@ class RecentPrompts:
         packed: the prompt's ids as int32. The list is remembered for the prompts to come: its owner may extend it, no
         more.
         """
-        head, keys = b"", []
+        keys: list[BlockKey] = []
         if len(packed) < 4 * self._LEAST_TOKENS:
             return keys
         block_bytes = self._block_bytes
         for other in reversed(self._latest):
             if other.salt != salt:
                 continue
-            # Most of the time prompts share as much as those before them did, and one block says whether it is more.
-            if len(other.head) > len(head) and packed.startswith(other.head):
-                head, keys = other.head, other.keys[: len(other.head) // block_bytes]
-            next_block = slice(len(head), len(head) + block_bytes)
-            if packed[next_block] == other.packed[next_block]:
-                num_shared = min(_num_equal_bytes(packed, other.packed) // block_bytes, len(other.keys))
+            next_block = slice(len(keys) * block_bytes, (len(keys) + 1) * block_bytes)
+            if packed[next_block] == other.packed[next_block]:  # most of the time it is no more than is known
+                num_shared = min(4 * _num_equal_ids(packed, other.packed) // block_bytes, len(other.keys))
                 if num_shared > len(keys):
-                    head, keys = packed[: num_shared * block_bytes], other.keys[:num_shared]
-        self._latest.append(_RecentPrompt(salt, packed, head, keys))
+                    keys = other.keys[:num_shared]
+        self._latest.append(_RecentPrompt(salt, packed, keys))
         return keys
 
 
-def _num_equal_bytes(one: bytes, other: bytes) -> int:
-    """How many bytes two strings of int32 ids have in common at their start, in whole ids."""
-    length = min(len(one), len(other)) // 4
-    differs = np.frombuffer(one, np.int32, length) != np.frombuffer(other, np.int32, length)
+def _num_equal_ids(one: bytes, other: bytes | array[int]) -> int:
+    """How many ids, all int32, two prompts have in common at their start."""
+    ids, others = np.frombuffer(one, np.int32), np.frombuffer(other, np.int32)
+    length = min(len(ids), len(others))
+    differs = ids[:length] != others[:length]
     first = int(differs.argmax())
-    return 4 * (first if differs[first] else length)
+    return first if differs[first] else length
 
 
-def _num_common(keys: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
-    """How many leading keys are the same. A key determines all before it, so one look tells of all, and a binary search
-    finds where two lists part."""
-    length = min(len(keys), len(other))
-    if length and keys[length - 1] == other[length - 1]:
-        return length
-    return bisect_left(range(length), True, key=lambda index: keys[index] != other[index])
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Cached blocks that tables begin with, referenced once for all of these.
 
+    token_ids: in them, as int32. slot: of the first table with it that the plan in the making adds, if there is one.
+    """
 
-class Match(NamedTuple):
-    """Blocks, and a list that begins with their keys."""
-
-    keys: Sequence[BlockKey]
+    salt: str | None
+    token_ids: array[int]
+    keys: list[BlockKey]
     block_ids: BlockTable
+    slot: int | None = None
+    num_tables: int = 0
 
+    def num_common_blocks(self, packed_ids: bytes) -> int:
+        """How many of its blocks a prompt begins with, too."""
+        if packed_ids.startswith(self.token_ids):
+            return len(self.block_ids)
+        return _num_equal_ids(packed_ids, self.token_ids) // self._block_size
 
-NO_MATCH = Match((), block_table())
+    def shortened(self, num_blocks: int) -> Prefix:
+        """The first of these blocks."""
+        token_ids = self.token_ids[: num_blocks * self._block_size]
+        return Prefix(self.salt, token_ids, self.keys[:num_blocks], self.block_ids[:num_blocks], self.slot)
+
+    @property
+    def _block_size(self) -> int:
+        return len(self.token_ids) // len(self.block_ids)
 
 
 class BlockManager:
@@ -144,29 +154,27 @@ class BlockManager:
         """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, keys: Sequence[BlockKey], held: Match = NO_MATCH) -> BlockTable:
-        """Blocks that hold the longest indexed prefix of `keys`. They are not referenced yet: call `acquire`.
+    def is_indexed(self, key: BlockKey) -> bool:
+        """Whether a block with this key can be reused."""
+        return key in self._block_of
 
-        held: a match whose blocks were acquired since and are still indexed; what `keys` has in common with it is not
-        looked up.
-        """
-        blocks = held.block_ids[: _num_common(keys, held.keys)]
-        found = list(map(self._block_of.get, keys[len(blocks) :]))
-        blocks.extend(found[: found.index(None)] if None in found else found)
-        return blocks
+    def match(self, keys: Sequence[BlockKey]) -> BlockTable:
+        """Blocks that hold the longest indexed prefix of `keys`. They are not referenced yet: call `acquire`."""
+        found = list(map(self._block_of.get, keys))
+        return block_table(found[: found.index(None)] if None in found else found)
 
     def num_unreferenced(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks `acquire` would take out of the free ones."""
         return len(block_ids) - int(np.count_nonzero(self._ref_counts[np.asarray(block_ids, dtype=np.int64)]))
 
-    def acquire(self, block_ids: Sequence[int], num_tables: int = 1) -> None:
-        """Adds one reference for each of `num_tables` tables to these indexed blocks, which are all different."""
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Adds a reference to each of these indexed blocks, which are all different."""
         ids = np.asarray(block_ids, dtype=np.int64)
         ref_counts = self._ref_counts[ids]
         if np.count_nonzero(ref_counts) < len(ids):
             for block_id in ids[ref_counts == 0].tolist():
                 del self._cached[block_id]
-        self._ref_counts[ids] = ref_counts + num_tables
+        self._ref_counts[ids] = ref_counts + 1
 
     def allocate(self, num_blocks: int) -> BlockTable:
         """Hands out blocks with one reference each; evicts the least recently used cached ones."""
@@ -193,6 +201,18 @@ class BlockManager:
                 self._cached[block_id] = None
             else:
                 self._blank.append(block_id)
+
+    def acquire_prefix(self, prefix: Prefix) -> None:
+        """Takes a prefix for one more table."""
+        if not prefix.num_tables:
+            self.acquire(prefix.block_ids)
+        prefix.num_tables += 1
+
+    def release_prefix(self, prefix: Prefix) -> None:
+        """Drops one table's share in a prefix, and with the last one its references."""
+        prefix.num_tables -= 1
+        if not prefix.num_tables:
+            self.release(prefix.block_ids)
 
     def publish(self, block_id: int, key: BlockKey) -> None:
         """Makes a computed, referenced block reusable. Of two blocks with one key, the first stays in the index."""

@@ -10,7 +10,9 @@ The driver encodes, worker ranks decode; both refuse what the other could not re
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any
@@ -20,13 +22,12 @@ import numpy as np
 
 from qwen_engine.errors import QwenEngineError, RequestError, shown
 from qwen_engine.request import INT64_MAX, INT64_MIN, SamplingParams
-from qwen_engine.scheduling.block_manager import BlockTable, block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 INT32_MAX = 2**31 - 1
 
 _PLAN_FIELDS = frozenset(field.name for field in dataclasses.fields(StepPlan))
-_SLOT_FIELDS = frozenset(field.name for field in dataclasses.fields(SlotInit))
+_SLOT_FIELDS = frozenset(SlotInit._fields)
 _PARAM_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 _ID_PARAMS = frozenset({"allowed_token_ids", "stop_token_ids"})
 
@@ -46,7 +47,7 @@ def encode_plan(plan: StepPlan) -> bytes:
             "step": _checked_int("step", plan.step, 0, INT64_MAX),
             "slots": _pack_ids("slots", slots),
             "num_tokens": _pack_ids("num_tokens", list(chain.from_iterable(runs)), low=1),
-            "added": [_slot_fields(entry) for entry in plan.added],
+            "added": [_slot_fields(entry) for entry in _checked_prefixes(plan.added)],
             "new_blocks": _pack_ids("new_blocks", list(chain.from_iterable(plan.new_blocks))),
             "freed_slots": _pack_ids("freed_slots", plan.freed_slots),
         }
@@ -55,10 +56,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 def decode_plan(data: bytes) -> StepPlan:
     """The plan that `encode_plan` was given, with lists and block tables. PlanError for any other bytes."""
-    try:
-        fields = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise PlanError(f"plan of {len(data)} bytes is not msgpack: {error}") from error
+    fields = _unpack("plan", data)
     _check_fields("plan", fields, _PLAN_FIELDS)
     slots = _unpack_ids("slots", fields["slots"])
     new_blocks = _unpack_ids("new_blocks", fields["new_blocks"])
@@ -66,7 +64,7 @@ def decode_plan(data: bytes) -> StepPlan:
         step=_checked_int("step", fields["step"], 0, INT64_MAX),
         slots=slots,
         num_tokens=_expand_runs(_unpack_ids("num_tokens", fields["num_tokens"], low=1), num_rows=len(slots)),
-        added=[_slot_init(entry) for entry in _checked_list("added", fields["added"])],
+        added=_checked_prefixes([_slot_init(entry) for entry in _checked_list("added", fields["added"])]),
         new_blocks=_pairs("new_blocks", new_blocks),
         freed_slots=_unpack_ids("freed_slots", fields["freed_slots"]),
     )
@@ -108,11 +106,12 @@ def _slot_fields(entry: SlotInit) -> dict[str, Any]:
     fields = {
         "slot": entry.slot,
         "first_token": entry.first_token,
-        "token_ids": _pack_ids("token_ids", entry.token_ids),
+        "token_ids": _pack_array("token_ids", entry.token_ids),
         "num_prompt_tokens": entry.num_prompt_tokens,
         "num_computed_tokens": entry.num_computed_tokens,
-        "block_ids": _pack_table(entry.block_ids),
-        "params": encode_params(entry.params),
+        "prefix": entry.prefix,
+        "block_ids": _pack_array("block_ids", entry.block_ids),
+        "params": _pack(encode_params(entry.params)),
         "seed": entry.seed,
         "stop_ids": _pack_ids("stop_ids", entry.stop_ids),
         "bad_word_ids": [_pack_ids("bad_word_ids", ids) for ids in entry.bad_word_ids],
@@ -123,7 +122,7 @@ def _slot_fields(entry: SlotInit) -> dict[str, Any]:
 
 def _slot_init(fields: object) -> SlotInit:
     _check_fields("added slot", fields, _SLOT_FIELDS)
-    token_ids = _unpack_ids("token_ids", fields["token_ids"])
+    token_ids = _unpack_array("token_ids", fields["token_ids"])
     _check_slot_numbers(fields, num_given=len(token_ids))
     return SlotInit(
         slot=fields["slot"],
@@ -131,8 +130,9 @@ def _slot_init(fields: object) -> SlotInit:
         token_ids=token_ids,
         num_prompt_tokens=fields["num_prompt_tokens"],
         num_computed_tokens=fields["num_computed_tokens"],
-        block_ids=_unpack_table(fields["block_ids"]),
-        params=decode_params(fields["params"]),
+        prefix=_prefix(fields["prefix"]),
+        block_ids=_unpack_array("block_ids", fields["block_ids"]),
+        params=_unpack_params(fields["params"]),
         seed=fields["seed"],
         stop_ids=_unpack_ids("stop_ids", fields["stop_ids"]),
         bad_word_ids=[
@@ -141,12 +141,45 @@ def _slot_init(fields: object) -> SlotInit:
     )
 
 
+def _unpack_params(data: object) -> SamplingParams:
+    if not isinstance(data, bytes):
+        raise PlanError(f"plan field params is {shown(data)}; it must be a packed map")
+    return _params_of(data)
+
+
+@functools.lru_cache(maxsize=64)
+def _params_of(data: bytes) -> SamplingParams:
+    """Requests that come together often have equal ones, and to check them is most of what a slot takes to decode."""
+    return decode_params(_unpack("params", data))
+
+
 def _check_slot_numbers(fields: dict[str, Any], *, num_given: int) -> None:
     _checked_int("slot", fields["slot"], 0, INT32_MAX)
     first = _checked_int("first_token", fields["first_token"], 0, INT32_MAX)
     _checked_int("num_prompt_tokens", fields["num_prompt_tokens"], 0, first + num_given)
     _checked_int("num_computed_tokens", fields["num_computed_tokens"], first, first + num_given)
     _checked_int("seed", fields["seed"], INT64_MIN, INT64_MAX)
+
+
+def _prefix(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise PlanError(f"plan field prefix is {shown(value)}; it must be a slot and a number of blocks")
+    return _checked_int("prefix", value[0], 0, INT32_MAX), _checked_int("prefix", value[1], 1, INT32_MAX)
+
+
+def _checked_prefixes(added: list[SlotInit]) -> list[SlotInit]:
+    """These, if all prefixes are those of tables that come before."""
+    num_blocks: dict[int, int] = {}
+    for entry in added:
+        slot, num_shared = entry.prefix or (entry.slot, 0)
+        if num_shared > num_blocks.get(slot, 0):
+            raise PlanError(
+                f"plan field prefix is {num_shared} blocks of slot {slot}; {num_blocks.get(slot, 0)} of it come before"
+            )
+        num_blocks[entry.slot] = num_shared + len(entry.block_ids)
+    return added
 
 
 def _logit_bias(value: object) -> dict[int, float]:
@@ -166,6 +199,13 @@ def _pack(fields: dict[str, Any]) -> bytes:
         raise PlanError(f"plan cannot be packed: {error}") from error
 
 
+def _unpack(name: str, data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise PlanError(f"{name} of {len(data)} bytes is not msgpack: {error}") from error
+
+
 def _pack_ids(name: str, values: Sequence[int], low: int = 0) -> bytes:
     try:
         data = struct.pack(f"<{len(values)}i", *values)
@@ -182,18 +222,16 @@ def _unpack_ids(name: str, data: object, low: int = 0) -> list[int]:
     return values
 
 
-def _pack_table(block_ids: BlockTable) -> bytes:
-    ids = np.asarray(block_ids, dtype="<i4")
-    _check_low("block_ids", [ids.min(initial=0)], 0)
+def _pack_array(name: str, values: array[int]) -> bytes:
+    ids = np.asarray(values, dtype="<i4")
+    _check_low(name, [ids.min(initial=0)], 0)
     return ids.tobytes()
 
 
-def _unpack_table(data: object) -> BlockTable:
-    ids = np.frombuffer(_checked_id_bytes("block_ids", data), dtype="<i4")
-    _check_low("block_ids", [ids.min(initial=0)], 0)
-    table = block_table()
-    table.frombytes(ids.astype(np.int32).tobytes())
-    return table
+def _unpack_array(name: str, data: object) -> array[int]:
+    ids = np.frombuffer(_checked_id_bytes(name, data), dtype="<i4")
+    _check_low(name, [ids.min(initial=0)], 0)
+    return array("i", ids.astype(np.int32).tobytes())
 
 
 def _check_low(name: str, values: Iterable[int], low: int) -> None:

@@ -24,17 +24,16 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from struct import pack
 
 import numpy as np
 
 from qwen_engine.errors import RequestError, shown
 from qwen_engine.request import Request, RequestStatus
 from qwen_engine.scheduling.block_manager import (
-    NO_MATCH,
+    BlockKey,
     BlockManager,
     BlockTable,
-    Match,
+    Prefix,
     RecentPrompts,
     block_table,
     extend_block_keys,
@@ -96,6 +95,7 @@ class Scheduler:
         self.num_with_prompt_logprobs = 0  # live requests that ask for them
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
+        self._prefix: Prefix | None = None  # of a request before: those that come together often begin alike
         self._launched: deque[_LaunchedStep] = deque()
         self._num_arrivals = 0
         self._num_steps = 0
@@ -134,8 +134,7 @@ class Scheduler:
                 param="prompt",
             )
         packed = request.packed_prompt
-        ids = None if packed is None else np.frombuffer(packed, dtype=np.int32)
-        if ids is None or ids.min() < 0 or ids.max() >= self.vocab_size:
+        if packed is None or np.frombuffer(packed, dtype=np.uint32).max() >= self.vocab_size:  # negative ones are large
             strange = [token_id for token_id in request.token_ids if type(token_id) is not int]
             if strange:
                 raise RequestError(f"prompt holds {shown(strange[0])}; every entry must be a token id", param="prompt")
@@ -231,11 +230,26 @@ class Scheduler:
     def check(self) -> None:
         """Verifies every invariant; raises AssertionError. For tests and debugging."""
         block_size = self.block_manager.block_size
-        tables, keys = [request.block_ids for request in self.running], [[] for _ in self.running]
-        for request, of_request in zip(self.running, keys):
+        tables, keys = [], []
+        prefixes: dict[int, list[Request]] = {}
+        for request in self.running:
+            of_request: list[BlockKey] = []
             published = request.token_ids[: request.num_published_blocks * block_size]
-            packed = pack(f"{len(published)}i", *published)
-            extend_block_keys(of_request, packed, block_size, request.cache_salt)
+            extend_block_keys(of_request, published.tobytes(), block_size, request.cache_salt)
+            num_shared = 0
+            if request.prefix is not None:
+                num_shared = len(request.prefix.block_ids)
+                assert num_shared <= request.num_published_blocks, "a prefix with blocks that are not computed"
+                assert request.prefix.keys == of_request[:num_shared], "a prefix of another text"
+                assert request.prefix.block_ids == request.block_ids[:num_shared], "a table without its prefix"
+                prefixes.setdefault(id(request.prefix), []).append(request)
+            tables.append(request.block_ids[num_shared:])
+            keys.append(of_request[num_shared:])
+        for sharing in prefixes.values():
+            prefix = sharing[0].prefix
+            assert prefix.num_tables == len(sharing), f"{prefix.num_tables} tables; {len(sharing)} have the prefix"
+            tables.append(prefix.block_ids)
+            keys.append(prefix.keys)
         self.block_manager.check(tables, keys)
         assert self.running == sorted(self.running, key=self._order), "running is out of order"
         assert self.waiting == sorted(self.waiting, key=self._reverse_order), "waiting is out of order"
@@ -321,67 +335,119 @@ class Scheduler:
         request is not preempted again before it has moved. Returns the budget that is left.
         """
         block_manager = self.block_manager
-        held = NO_MATCH  # of a request before: those that come together often begin alike
-        num_alike = 0  # requests since then with the same match, whose references are added together
+        prefix = self._usable_prefix()
         while budget and self.waiting and self._free_slots:
             request = self.waiting[-1]
             if len(request.token_ids) < request.num_tokens:
                 break  # preempted while its last token is still on the device
-            cached = self._match(request, held)
-            num_new = block_manager.blocks_for(request.num_tokens) - len(cached)
+            shared = self._shared(request, prefix)
+            num_shared = 0 if shared is None else len(shared.block_ids)
+            cached = self._match(request, shared)
+            num_cached = num_shared + len(cached)
+            num_new = block_manager.blocks_for(request.num_tokens) - num_cached
             num_spare = block_manager.num_free_blocks - num_new - len(self.running)
             if num_spare < len(cached) and num_spare < block_manager.num_unreferenced(cached):
                 break
             self.waiting.pop()
-            if cached == held.block_ids:
-                num_alike += 1
-            else:
-                block_manager.acquire(cached)
-                if num_alike:
-                    block_manager.acquire(held.block_ids, num_alike)
-                held, num_alike = Match(request.block_keys, cached), 0
-            request.block_ids = cached + block_manager.allocate(num_new)
-            request.num_published_blocks = len(cached)
-            request.num_computed_tokens = len(cached) * block_manager.block_size
+            request.slot = self._free_slots.pop()
+            self._take_blocks(request, shared, cached, num_new)
+            prefix = request.prefix or prefix
+            request.num_published_blocks = num_cached
+            request.num_computed_tokens = num_cached * block_manager.block_size
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
                 request.scheduled_time = time.monotonic()
-            request.slot = self._free_slots.pop()
             request.admission_step = plan.step
             request.status = RequestStatus.RUNNING
             insort(self.running, request, key=self._order)
-            plan.added.append(_slot_init(request))
+            plan.added.append(_slot_init(request, shared))
+            if request.prefix is not None and request.prefix.slot is None:
+                request.prefix.slot = request.slot
             num_tokens = self._chunk_tokens(request, budget, late_from)
             budget -= num_tokens
             self._add_chunk(request, num_tokens, plan, launched)
-        if num_alike:
-            block_manager.acquire(held.block_ids, num_alike)
+        self._prefix = prefix
         return budget
 
-    def _match(self, request: Request, held: Match) -> BlockTable:
-        """Cached blocks for the request's prefix; never its last token, whose logits are needed.
+    def _usable_prefix(self) -> Prefix | None:
+        """The prefix of the request admitted last that had one, if its blocks are still where it says."""
+        prefix = self._prefix
+        if prefix is None or not prefix.num_tables or not self.block_manager.is_indexed(prefix.keys[-1]):
+            return None
+        prefix.slot = None
+        return prefix
+
+    def _shared(self, request: Request, prefix: Prefix | None) -> Prefix | None:
+        """What the request's table can take over of the prefix of a request before, if it is the better part."""
+        if prefix is None or request.cache_salt != prefix.salt or request.params.prompt_logprobs is not None:
+            return None
+        num_usable = (request.num_tokens - 1) // self.block_manager.block_size
+        num_shared = min(prefix.num_common_blocks(request.packed_prompt), num_usable)
+        num_blocks = len(prefix.block_ids)
+        if num_shared == num_blocks:
+            return prefix
+        return prefix.shortened(num_shared) if num_shared > num_blocks // 2 else None
+
+    def _match(self, request: Request, shared: Prefix | None) -> BlockTable:
+        """Cached blocks for the request behind the prefix it shares; never its last token, whose logits are needed.
 
         No more is hashed than it takes to find them: the rest waits until its blocks are published.
         """
         if request.params.prompt_logprobs is not None:
             return block_table()  # cached positions would have no logits
+        num_shared = 0
+        if shared is not None:
+            if not self._is_longer(request, shared):
+                return block_table()
+            num_shared = len(shared.keys)
         if not request.block_keys:
             request.block_keys = self._recent_prompts.known_keys(request.packed_prompt, request.cache_salt)
+        if len(request.block_keys) < num_shared:
+            request.block_keys.extend(shared.keys[len(request.block_keys) :])
         keys, block_size = request.block_keys, self.block_manager.block_size
         num_usable = (request.num_tokens - 1) // block_size
-        cached = self.block_manager.match(keys if len(keys) <= num_usable else keys[:num_usable], held)
+        cached = self.block_manager.match(keys[num_shared:num_usable])
         num_more = 1
-        while len(cached) == len(keys) < num_usable:
+        while num_shared + len(cached) == len(keys) < num_usable:
             self._extend_keys(request, min(num_usable, len(keys) + num_more))
-            cached.extend(self.block_manager.match(keys[len(cached) :]))
+            cached.extend(self.block_manager.match(keys[num_shared + len(cached) :]))
             num_more *= 2
         return cached
 
+    def _is_longer(self, request: Request, prefix: Prefix) -> bool:
+        """Whether the block of the request behind the prefix is cached, too. Leaves alone the keys of its own."""
+        block_size = self.block_manager.block_size
+        first, last = len(prefix.token_ids), len(prefix.token_ids) + block_size
+        if last >= request.num_tokens:
+            return False
+        keys = prefix.keys[-1:]
+        extend_block_keys(keys, request.token_ids[first:last].tobytes(), block_size, request.cache_salt)
+        return self.block_manager.is_indexed(keys[-1])
+
+    def _take_blocks(self, request: Request, shared: Prefix | None, cached: BlockTable, num_new: int) -> None:
+        """Gives the request its table: a prefix, the cached blocks behind it and new ones. Without one to share, the
+        cached blocks become a prefix for those that come after it."""
+        block_manager, prefix = self.block_manager, shared
+        if shared is None and cached:
+            num_blocks = len(cached)
+            token_ids = request.token_ids[: num_blocks * block_manager.block_size]
+            prefix = Prefix(request.cache_salt, token_ids, request.block_keys[:num_blocks], cached)
+        elif cached:
+            block_manager.acquire(cached)
+        if prefix is not None:
+            block_manager.acquire_prefix(prefix)
+        table = cached + block_manager.allocate(num_new)
+        request.block_ids = table if shared is None else shared.block_ids + table
+        request.prefix = prefix
+
     def _extend_keys(self, request: Request, num_blocks: int) -> None:
         """Gives the request the keys of its first `num_blocks` blocks."""
+        if not request.block_keys and request.prefix is not None:
+            request.block_keys = request.prefix.keys[:]
         block_size = self.block_manager.block_size
         first, last = len(request.block_keys) * block_size, num_blocks * block_size
-        extend_block_keys(request.block_keys, request.packed_ids(first, last), block_size, request.cache_salt)
+        packed = request.token_ids[first:last].tobytes()
+        extend_block_keys(request.block_keys, packed, block_size, request.cache_salt)
 
     def _add_chunk(self, request: Request, num_tokens: int, plan: StepPlan, launched: _LaunchedStep) -> None:
         end = request.num_computed_tokens + num_tokens
@@ -421,7 +487,12 @@ class Scheduler:
         insort(self.waiting, request, key=self._reverse_order)
 
     def _give_up(self, request: Request) -> None:
-        self.block_manager.release(request.block_ids)
+        prefix, request.prefix = request.prefix, None
+        if prefix is None:
+            self.block_manager.release(request.block_ids)
+        else:
+            self.block_manager.release(request.block_ids[len(prefix.block_ids) :])
+            self.block_manager.release_prefix(prefix)
         request.block_ids = block_table()
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
@@ -441,16 +512,18 @@ class Scheduler:
         return (-priority, -arrival)
 
 
-def _slot_init(request: Request) -> SlotInit:
+def _slot_init(request: Request, shared: Prefix | None) -> SlotInit:
     looks_back = request.params.has_penalties or request.bad_word_ids
     first = 0 if looks_back else request.num_computed_tokens
+    num_sent = 0 if shared is None or shared.slot is None else len(shared.block_ids)
     return SlotInit(
         slot=request.slot,
         first_token=first,
         token_ids=request.token_ids[first:],
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
-        block_ids=request.block_ids[:],
+        prefix=(shared.slot, num_sent) if num_sent else None,
+        block_ids=request.block_ids[num_sent:],
         params=request.params,
         seed=request.seed,
         stop_ids=sorted(request.stop_ids),

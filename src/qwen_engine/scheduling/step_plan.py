@@ -6,26 +6,30 @@ a steady decode step is a list of slots: positions, input tokens and last tokens
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qwen_engine.request import SamplingParams
 from qwen_engine.scheduling.block_manager import BlockTable
 
 
-@dataclass(frozen=True, slots=True)
-class SlotInit:
+class SlotInit(NamedTuple):
     """A request that takes a slot: first time, or again after preemption. Replaces whatever the slot held.
 
+    prefix: (slot, number of blocks) if its table begins with those blocks of that slot's, which the plan adds before;
+    `block_ids` are those behind them.
     token_ids: the known tokens, prompt and output, from index first_token on; 0 where a rank has to know them all
-    (penalties, bad words). num_computed_tokens, no less: how many, from the very first, have KV in `block_ids`.
+    (penalties, bad words). num_computed_tokens, no less: how many, from the very first, have KV in the table.
     """
 
     slot: int
     first_token: int
-    token_ids: Sequence[int]
+    token_ids: array[int]
     num_prompt_tokens: int
     num_computed_tokens: int
+    prefix: tuple[int, int] | None
     block_ids: BlockTable
     params: SamplingParams
     seed: int

@@ -8,6 +8,7 @@ A token that needs no more is a row of two: sequence and token id.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def encode_spec(spec: RequestSpec) -> list[Any]:
     """The request without its text, which the engine has no use for."""
     return [
         spec.request_id,
-        list(spec.prompt_token_ids),
+        list(spec.prompt_token_ids) if spec.packed_prompt is None else spec.packed_prompt,
         encode_params(spec.params),
         spec.seed,
         spec.priority,
@@ -91,17 +92,19 @@ def encode_spec(spec: RequestSpec) -> list[Any]:
 
 
 def decode_spec(fields: Sequence[Any]) -> RequestSpec:
-    request_id, token_ids, params, seed, priority, cache_salt, eos_token_ids, bad_word_ids = fields
+    request_id, prompt, params, seed, priority, cache_salt, eos_token_ids, bad_word_ids = fields
+    packed_prompt = prompt if isinstance(prompt, bytes) else None
     return RequestSpec(
         request_id=request_id,
         prompt=None,
-        prompt_token_ids=token_ids,
+        prompt_token_ids=prompt if packed_prompt is None else array("i", packed_prompt),
         params=decode_params(params),
         seed=seed,
         priority=priority,
         cache_salt=cache_salt,
         eos_token_ids=eos_token_ids,
         bad_word_ids=bad_word_ids,
+        packed_prompt=packed_prompt,
     )
 
 
