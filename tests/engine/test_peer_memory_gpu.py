@@ -102,6 +102,36 @@ def check_replays(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor], N
     push(peers, x, residual, weight, 1)
 
 
+def check_layers(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor], None]) -> None:
+    """Products that a sum lets in before it has its own input: replays give what launches one at a time do."""
+    rows, hidden = 16, 1024
+    rng = torch.Generator("cuda").manual_seed(peers.rank)
+    weights = [torch.randn(hidden, hidden, device="cuda", generator=rng).mul(hidden**-0.5).bfloat16() for _ in range(8)]
+    scale = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(rows, hidden, device="cuda", dtype=torch.bfloat16)
+
+    def layers(sync: Callable[[], None]) -> torch.Tensor:
+        out, residual = x.clone(), torch.zeros_like(x)
+        for site, weight in enumerate(weights):
+            sync()
+            parts = kernels.linear_parts(out, weight)
+            sync()
+            out = kernels.push_add_rms_norm(parts, residual, scale, EPS, peers, site % 2)
+        sync()
+        return out
+
+    layers(torch.cuda.synchronize)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = layers(lambda: None)
+    for replay in range(REPLAYS // 10):
+        x.copy_(inputs((rows, hidden), torch.bfloat16, replay)[1])
+        graph.replay()
+        graph.replay()
+        assert torch.equal(out, layers(torch.cuda.synchronize))
+    same_everywhere(out)
+
+
 def check_abort(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor], None]) -> None:
     """A rank that waits for one that never comes is let go."""
     del same_everywhere
@@ -116,7 +146,7 @@ def check_abort(peers: PeerMemory, same_everywhere: Callable[[torch.Tensor], Non
         done.synchronize()
 
 
-CHECKS = {"sums": check_exact_sums, "replays": check_replays, "abort": check_abort}
+CHECKS = {"sums": check_exact_sums, "replays": check_replays, "layers": check_layers, "abort": check_abort}
 
 
 def rank_main(name: str, rank: int, port: int, results: multiprocessing.Queue) -> None:

@@ -112,6 +112,7 @@ print(json.dumps({
 STEPS = (
     DRIVER
     + """
+import functools
 import sys
 from pathlib import Path
 
@@ -139,6 +140,18 @@ def compile_nothing(source, **_):
 if not COMPILED:
     triton.compiler.compile = compile_nothing
 
+
+class Product:  # a kernel of `linear_hopper`, which only the Triton that it was written for compiles
+    def __getitem__(self, grid):
+        return lambda *_: launched.append(self)
+
+
+@functools.cache
+def product_kernel(*variant):
+    asked.append(f"product {variant}")
+    return Product(), ()
+
+
 from qwen_engine import kernels
 from qwen_engine.config import EngineConfig, ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
@@ -146,7 +159,7 @@ from qwen_engine.engine.cuda_graphs import GraphSizes, decode_sizes, mixed_sizes
 from qwen_engine.engine.model_runner import ModelRunner
 from qwen_engine.engine.rank import RankSetup
 from qwen_engine.kernels import gpu
-from qwen_engine.kernels.gpu import decode, prefill
+from qwen_engine.kernels.gpu import decode, linear_hopper, matrix_products, prefill
 from qwen_engine.kernels.gpu.launching import _EmptyIsZero
 from qwen_engine.models.qwen3 import Qwen3Model
 from qwen_engine.request import SamplingParams
@@ -154,7 +167,10 @@ from qwen_engine.scheduling.block_manager import block_table
 from qwen_engine.scheduling.step_plan import SlotInit, StepPlan
 
 kernels._backend = lambda _, deterministic=False: gpu.deterministic if deterministic else gpu
-prefill.num_sms = decode.num_sms = lambda _: 132
+prefill.num_sms = decode.num_sms = matrix_products.num_sms = lambda _: 132
+if not COMPILED:
+    linear_hopper._compile = linear_hopper._compiled = product_kernel
+    matrix_products._hopper_product = lambda _: linear_hopper.product
 SEQS, TOKENS, LENGTH = 200, 3000, 4096
 config = ModelConfig.from_folder(Path(__file__).parent)
 here = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
@@ -207,7 +223,12 @@ with _EmptyIsZero():
             run(lengths, params, 2 * number)
             run(lengths[:70], params, 2 * number, context=600)
 print(json.dumps({
-    "slowest": slowest, "variants": variants, "ahead": ahead, "late": asked[ahead:], "launched": len(launched)
+    "slowest": slowest,
+    "variants": variants,
+    "products": sum(name.startswith("product") for name in asked),
+    "ahead": ahead,
+    "late": asked[ahead:],
+    "launched": len(launched),
 }))
 """
 )
@@ -275,6 +296,7 @@ def test_no_step_compiles_a_kernel_once_the_engine_is_ready(eager, deterministic
     assert found["slowest"] == ["_prefill_kernel"]
     # With and without spans, for few rows and for many; the slowest is one of them. Deterministic spans are the same.
     assert found["variants"] == (2 if deterministic else 4)
+    assert found["products"] > 8
     assert found["ahead"] > 20
     assert found["late"] == []
     assert found["launched"] > 0

@@ -25,10 +25,10 @@ SHAPES = [(256, 512), (6144, 4096), (4096, 12288), (200, 328), (96, 200), (16, 6
 
 
 def operands(dtype, rows, num_rows, num_columns):
-    """x is a view of wider rows."""
+    """x is a view of wider rows. It is made last: a weight must not be what the launches before a product write."""
     rng = checks.generator("cuda", rows, num_rows, num_columns)
-    x = checks.normal(rng, rows, num_columns + 8, dtype=dtype)[:, :num_columns]
-    return x, checks.normal(rng, num_rows, num_columns, dtype=dtype) * num_columns**-0.5
+    weight = checks.normal(rng, num_rows, num_columns, dtype=dtype) * num_columns**-0.5
+    return checks.normal(rng, rows, num_columns + 8, dtype=dtype)[:, :num_columns], weight
 
 
 def check(x, weight, tiles=None):
@@ -111,12 +111,13 @@ def test_what_they_are_not_for_goes_to_cublas(hopper_calls):
     assert hopper_calls == []
 
 
-def test_products_are_written_where_they_are_wanted():
-    x, weight = operands(torch.bfloat16, 5, 300, 512)
-    out = torch.full((7, 300), torch.nan, device="cuda", dtype=torch.bfloat16)
+def test_products_are_written_where_they_are_wanted(hopper_calls):
+    x, weight = operands(torch.bfloat16, 5, 304, 512)
+    out = torch.full((7, 304), torch.nan, device="cuda", dtype=torch.bfloat16)
     assert gpu.linear(x, weight, out[1:6]).data_ptr() == out[1].data_ptr()
     assert torch.equal(out[1:6], gpu.linear(x, weight))
     assert out[[0, 6]].isnan().all()
+    assert len(hopper_calls) == 2
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])

@@ -48,16 +48,30 @@ print(json.dumps(codes))
 """
 
 
-def test_words_are_pushed_then_polled_once_and_emptied_behind_a_barrier():
+@pytest.fixture(scope="module")
+def codes():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     output = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120
     )
     assert output.returncode == 0, output.stderr
-    for size, words_per_thread, code in json.loads(output.stdout.splitlines()[-1]):
+    return json.loads(output.stdout.splitlines()[-1])
+
+
+def test_words_are_pushed_then_polled_once_and_emptied_behind_a_barrier(codes):
+    for size, words_per_thread, code in codes:
         assert code.count("st.volatile.global.b32") == (size - 1) * words_per_thread
         assert code.count("poll:") == (size - 1) * words_per_thread // 4
         assert code.rindex("st.volatile.global.b32") < code.index("poll:")
         last_poll = code.rindex("poll:")
         barrier = code.index("bar.sync", last_poll)
         assert code.index("st.global", last_poll) > barrier  # the first of these empty the inboxes
+
+
+def test_before_the_end_of_the_kernel_in_front_only_the_weight_is_read(codes):
+    for _, words_per_thread, code in codes:
+        before, after = code.split("griddepcontrol.wait")
+        assert before.count("ld.global") == words_per_thread
+        assert "st.global" not in before
+        assert "volatile" not in before
+        assert (before + after).count("griddepcontrol.launch_dependents") == 1

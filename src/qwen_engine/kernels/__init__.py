@@ -14,9 +14,9 @@ Conventions shared by all of them:
 - The KV cache of a layer is two tensors [num_blocks, num_kv_heads, block_size, head_dim]; block_size is a power of two.
   Token `p` of a slot lies in block `block_tables[slot, p // block_size]` at row `p % block_size`. Cache rows past
   a sequence's length are never read, whatever they hold.
-- Weights, slots, positions, lengths, block tables and splits are not written by the very launch before a call: on a
-  GPU a kernel may read them before that launch has ended (`gpu/common.py`, programmatic dependent launch). The only
-  one that waits for them is `split_decodes`.
+- Weights, slots, positions, lengths, block tables and splits are not written by the very launch before a call, nor by
+  one that only a norm or a rotary embedding parts from it: on a GPU a kernel may read them before those have ended
+  (`gpu/common.py`, programmatic dependent launch). The only one that waits for them is `split_decodes`.
 - One-dimensional arguments are contiguous, and so is the last dimension of every other one.
 - Arithmetic is fp32 inside, rounded once to the output's dtype (bf16, fp16 or fp32).
 """

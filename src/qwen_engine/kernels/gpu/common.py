@@ -65,8 +65,10 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 def wait_for_inputs(PDL: tl.constexpr):
     """Waits for the end of the kernel before this one, and so of all before it.
 
-    Every program calls it before it writes anything and before it returns. Until then it reads only what the kernel
-    directly before does not write: weights, and the slots, positions, lengths and block tables of the batch.
+    Every program calls it before it writes anything and before it returns, so that the end of a kernel is that of all
+    before it. Until then it reads only what the kernel directly before does not write, nor, if that one calls
+    `let_next_start` first, the last but one: weights, and the slots, positions, lengths, block tables and splits of the
+    batch.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -76,10 +78,13 @@ def wait_for_inputs(PDL: tl.constexpr):
 def let_next_start(PDL: tl.constexpr):
     """Lets the next kernel start as soon as every program has called this or returned.
 
-    Not called before `wait_for_inputs`: a kernel that has started would else not know that the last but one has ended.
-    It would also bring in a whole row of kernels at once, whose programs then crowd where room is left. But a norm that
-    a product of `linear_hopper` follows calls it first: until its wait that one reads nothing but its weight, and none
-    of its programs, of which a multiprocessor has room for one, starts before one of the product before has ended.
+    Not called before `wait_for_inputs`, as a rule: until its wait a kernel that has started would else not know that
+    the last but one has ended. It would also bring in a whole row of kernels at once, whose programs then crowd where
+    room is left. Two kinds of kernels call it first:
+
+    - norms that a product of `linear_hopper` follows. Until its wait that one reads nothing but its weight, and as a
+      multiprocessor has room for one such program, none starts beside one of the product before.
+    - the rotary embedding of few tokens. Until its wait attention reads what was written before the first layer.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -179,8 +179,9 @@ def _pieces_kernel(
     if PDL and (row >= 0) & (start < end):
         LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
         line = tl.arange(0, max(HEAD_DIM // LINE, 1))[None, :] * LINE + kv_head.to(tl.int64) * cache_stride_head
+        last = (end - 1) // BLOCK_N * BLOCK_N
         for tile in tl.static_range(_TILES_AHEAD):
-            first = start + tile * BLOCK_N
+            first = tl.minimum(start + tile * BLOCK_N, last)
             rows = cache_rows(table, first, end, cache_stride_block, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, WIDE)
             _prefetch(k_cache + rows + line)
             _prefetch(v_cache + rows + line)

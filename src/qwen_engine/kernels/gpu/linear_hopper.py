@@ -1,11 +1,11 @@
-"""Products of a few rows for Hopper, in Gluon: y = x Wᵀ bound by reading the weight, which starts before x exists.
+"""Products for Hopper, in Gluon, above all of a few rows: y = x Wᵀ starts to read the weight before x exists.
 
     producer warp    TMA: W0 W1 ... of the whole ring, then waits for the kernel before, then x0 x1 ..., then by turns
-    consumers        wgmma with 64 rows of the weight for each group of four warps, and all rows of x as columns
+    consumers        wgmma with 64 rows of the weight for each group of four warps, and the rows of x as columns
 
 A weight is nobody's output, so its first tiles are on their way while the kernel before still runs: a norm, attention
 or a sum over ranks, which leave the memory idle, or the end of another product, whose last programs do. A program
-takes every so-many-th of the units, a unit being a tile of the weight's rows and a share of its columns.
+takes every so-many-th of the units, a unit being a tile of the weight's rows, one of x and a share of the columns.
 
 `full` barriers tell that a slot's bytes have arrived, `empty` ones that the consumers are done with it.
 """
@@ -251,7 +251,7 @@ def _compile(
     constants = (tiles.rows, tiles.columns, tiles.x_rows, gated, tiles.stages, (3 * registers - 40) // 2, launch["PDL"])
     kernel = _linear_kernel.warmup(
         _boxes(0, dtype, 1, _PANEL, _PANEL, tiles.x_rows),
-        (_boxes_of_halves if gated else _boxes)(0, dtype, 16, _PANEL, _PANEL, 64),
+        (_boxes_of_halves if gated else _boxes)(0, dtype, 16, _PANEL, _PANEL, _GROUP_ROWS.value),
         out_dtype,
         16 if aligned else 15,
         *[1] * 5,
@@ -272,8 +272,8 @@ def product(
 ) -> torch.Tensor:
     """x [rows, columns] times weight [n, columns], transposed: [splits, rows, n], parts of it, fp32 if several.
 
-    gated: silu(x Gᵀ) · (x Uᵀ), [1, rows, n / 2], for a weight that holds G above U. x has at most the tiles' x_rows,
-    and addresses and strides are multiples of 16 bytes. out: [rows, n] that the one part goes to.
+    gated: silu(x Gᵀ) · (x Uᵀ), [1, rows, n / 2], for a weight that holds G above U, each of them a multiple of 8 rows.
+    Addresses and strides are multiples of 16 bytes. out: [rows, n], contiguous, that the one part goes to.
     """
     (rows, num_columns), num_rows = x.shape, weight.shape[0] // (2 if gated else 1)
     out_dtype = x.dtype if tiles.splits == 1 else torch.float32
@@ -289,7 +289,7 @@ def product(
     kernel[min(row_tiles * x_tiles * tiles.splits, tiles.programs * num_sms(x.device)), 1, 1](
         _boxes(x.data_ptr(), x.dtype, rows, num_columns, x.stride(0), tiles.x_rows),
         (_boxes_of_halves if gated else _boxes)(
-            weight.data_ptr(), x.dtype, *weight.shape, weight.stride(0), tiles.rows
+            weight.data_ptr(), x.dtype, *weight.shape, weight.stride(0), _GROUP_ROWS.value
         ),
         parts,
         num_rows,

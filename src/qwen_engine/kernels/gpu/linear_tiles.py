@@ -57,8 +57,5 @@ def tiles_for_few_rows(num_rows: int, num_columns: int, x_rows: int, sms: int, *
 
 def tiles_for_many_rows(x_rows: int, num_columns: int) -> Tiles | None:
     """For a gated product; None where cuBLAS and a kernel for the rest are faster."""
-    return (
-        _LARGEST_TILES
-        if x_rows >= (_MANY_X_ROWS if num_columns >= _FEW_COLUMNS else _MANY_X_ROWS_OF_FEW_COLUMNS)
-        else None
-    )
+    enough = _MANY_X_ROWS if num_columns >= _FEW_COLUMNS else _MANY_X_ROWS_OF_FEW_COLUMNS
+    return _LARGEST_TILES if x_rows >= enough else None

@@ -51,6 +51,8 @@ def hopper_product(
     product = _hopper_product(x.device)
     if product is None or x.dtype not in (torch.bfloat16, torch.float16) or (gated and weight.shape[0] % 16):
         return None
+    if out is not None and not out.is_contiguous():
+        return None
     for operand in (x, weight) if out is None else (x, weight, out):  # the copy engine takes steps of 16 bytes
         aligned = operand.data_ptr() % 16 == 0 and operand.stride(0) % 8 == 0 and operand.stride(1) == 1
         if operand.dtype != x.dtype or not aligned:

@@ -4,7 +4,7 @@ An element of the product is one chain of tensor-core instructions along the col
 fp32, rounded once. The chain does not depend on the tile that the element lies in, as long as all tiles use the same
 instruction: so the weight is the wide side of tl.dot, 64 rows or more (a warp group's `wgmma` on Hopper), and no
 program takes a share of the columns. Only the shape of the tiles follows from the number of rows of x. The kernel of
-`linear_hopper` makes the same chains, so few rows are its work here, too.
+`linear_hopper` makes the same chains, so it takes the same products here as elsewhere, none of them in parts.
 """
 
 from dataclasses import dataclass
