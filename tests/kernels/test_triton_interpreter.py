@@ -223,8 +223,11 @@ def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(gpu, "cpu")
 
 
-@dtypes
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (9, 300), (5, 4099)])
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "dtype"),
+    [(1, 5, torch.float32), *((9, 300, dtype) for dtype in checks.DTYPES), (5, 4099, torch.bfloat16)],
+    ids=str,
+)
 def test_masks_biases_and_penalties_change_their_rows_alone(dtype, rows, vocab_size):
     checks.check_adjust_logits(gpu, "cpu", dtype, rows, vocab_size)
 
