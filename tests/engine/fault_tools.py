@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ERROR_LIMIT_S = 20.0
 """The promise is 2 s; a machine that is busy ten times over needs more. What is wrong takes a minute or has no end."""
@@ -265,9 +267,11 @@ def run_program(*args: str, path: Sequence[Path] = (), limit_s: float = 120.0) -
 def printed_by_one_rank(*args: str) -> str:
     """What main_qwen32.py prints for these arguments without any tensor parallelism."""
     argv = ["main_qwen32.py", *args, "--tensor-parallel-size", "1"]
-    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(io.StringIO()) as out:
-        try:
-            runpy.run_path(str(ROOT / "main_qwen32.py"), run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, end.code
+    with (
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(ROOT / "main_qwen32.py"), run_name="__main__")
+    assert ended.value.code == 0
     return out.getvalue()
