@@ -255,8 +255,12 @@ def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, voc
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
 
 
-@dtypes
-@pytest.mark.parametrize(("rows", "vocab_size", "count"), checks.BEST)
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "count", "dtype"),
+    [(*shape, torch.float32) for shape in checks.BEST]
+    + [(*shape, dtype) for shape in ((7, 2047, 5), (5, 6200, 20)) for dtype in (torch.float16, torch.bfloat16)],
+    ids=str,
+)
 def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
     checks.check_best_ids(gpu, "cpu", dtype, rows, vocab_size, count)
 
@@ -338,7 +342,7 @@ def test_the_device_counts_the_live_rows_and_shares_out_the_programs(seq_lens, p
     checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, programs, 4096, live_rows=True)
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "spans",
     [
