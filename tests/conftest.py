@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: a second thread o
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -19,8 +19,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before anything imports Triton
 
-import transformers
 from tiny_models import save_tiny_model
+
+if TYPE_CHECKING:
+    import transformers  # which takes seconds
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
 
@@ -63,9 +65,9 @@ def reference_model() -> Callable[[Path], transformers.Qwen3ForCausalLM]:
 
     def load(folder: Path) -> transformers.Qwen3ForCausalLM:
         if folder not in loaded:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            )
+            from transformers import Qwen3ForCausalLM
+
+            model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
             loaded[folder] = model.eval()
         return loaded[folder]
 

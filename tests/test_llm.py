@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import linecache
@@ -781,12 +782,19 @@ def interrupted_at(line: int) -> Iterator[Callable[[], int]]:
     gc.collect()
     gc.disable()
 
+    @functools.cache
+    def is_traced(filename: str) -> bool:
+        return "qwen_engine" in filename and "kernels" not in filename
+
+    @functools.cache
+    def counts(filename: str, number: int) -> bool:
+        return not linecache.getline(filename, number).lstrip().startswith(("with ", "try:"))
+
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
-        if "qwen_engine" not in frame.f_code.co_filename or "kernels" in frame.f_code.co_filename:
+        if not is_traced(frame.f_code.co_filename):
             return None
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not source.startswith(("with ", "try:")):
+        if event == "line" and counts(frame.f_code.co_filename, frame.f_lineno):
             count += 1
             if count == line:
                 raise KeyboardInterrupt

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 import torch
-import transformers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    import transformers  # which takes seconds
 
 TINY = {
     "vocab_size": 503,
@@ -38,9 +40,10 @@ CHAT_TEMPLATE = (
 
 def save_tiny_model(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
     """Writes a random Qwen3 checkpoint in fp32 and returns its folder."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
-    config = transformers.Qwen3Config(**{**TINY, **overrides})
-    model = transformers.Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**TINY, **overrides}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out or swapped

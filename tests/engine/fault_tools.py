@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -15,6 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 ERROR_LIMIT_S = 20.0
@@ -261,6 +266,12 @@ def run_program(*args: str, path: Sequence[Path] = (), limit_s: float = 120.0) -
 @functools.cache
 def printed_by_one_rank(*args: str) -> str:
     """What main_qwen32.py prints for these arguments without any tensor parallelism."""
-    code, out, err = run_program("main_qwen32.py", *args, "--tensor-parallel-size", "1")
-    assert code == 0, err
-    return out
+    argv = ["main_qwen32.py", *args, "--tensor-parallel-size", "1"]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(ROOT / "main_qwen32.py"), run_name="__main__")
+    assert ended.value.code == 0
+    return out.getvalue()

@@ -44,10 +44,10 @@ def bits(llm: LLM, numbers: Sequence[int]) -> list[tuple]:
     return [(out.outputs[0].token_ids, out.outputs[0].logprobs, out.prompt_logprobs) for out in outputs]
 
 
-def alone(llm: LLM) -> list[tuple]:
+def alone(llm: LLM, numbers: Sequence[int] = range(len(PROMPTS))) -> list[tuple]:
     """Every prompt by itself, cold."""
     seen = []
-    for number in range(len(PROMPTS)):
+    for number in numbers:
         llm.reset_prefix_cache()
         seen += bits(llm, [number])
     return seen
@@ -128,21 +128,23 @@ def test_any_batch(llm, expected, batch, cold):
     assert bits(llm, batch) == [expected[number] for number in batch]
 
 
-def test_two_ranks_with_themselves_in_halves_whose_sums_overlap_too(dtype, make_tiny_model, monkeypatch):
+def test_two_ranks_with_themselves_in_halves_whose_sums_overlap_too(make_tiny_model, monkeypatch):
+    """In bf16, where the sum is rounded."""
     options = {"tensor_parallel_size": 2, "debug_checks": True}
-    with engine(make_tiny_model(), dtype, **options) as llm:
+    with engine(make_tiny_model(), "bfloat16", **options) as llm:
         by_itself = alone(llm)
         llm.reset_prefix_cache()
         assert bits(llm, EVERYTHING) == by_itself
     monkeypatch.setenv("QWEN_ENGINE_OVERLAPPED_TOKENS", "8")  # for the other rank
     monkeypatch.setattr(mixed_step, "MIN_OVERLAPPED_TOKENS", 8)
-    with engine(make_tiny_model(), dtype, max_num_batched_tokens=24, **options) as llm:
+    with engine(make_tiny_model(), "bfloat16", max_num_batched_tokens=24, **options) as llm:
         assert bits(llm, EVERYTHING) == by_itself
 
 
 def test_the_sum_of_four_ranks_has_one_order(make_tiny_model):
     """That of a backend depends on the size of what is summed."""
+    numbers = [0, 3, 6]
     with engine(make_tiny_model(), "float32", tensor_parallel_size=4) as llm:
-        by_itself = alone(llm)
+        by_itself = alone(llm, numbers)
         llm.reset_prefix_cache()
-        assert bits(llm, EVERYTHING) == by_itself
+        assert bits(llm, numbers) == by_itself

@@ -616,6 +616,8 @@ def check_adjust_logits(impl: ModuleType, device: str, dtype: torch.dtype, rows:
     in_prompt = torch.rand((num_slots, vocab_size), generator=rng, device=device) < 0.2
     factors = torch.rand(3, num_slots, generator=rng, device=device) * 2
     factors += torch.tensor([[-1.0], [-1.0], [0.3]], device=device)
+    factors[0, ::4] = 0.0
+    factors[1, 2::4] = 0.0
     factors[2, 1::3] = 1.0  # only the output counts
     factors[:, 3::4] = torch.tensor([[0.0], [0.0], [1.0]], device=device)
     before = logits.clone()

@@ -10,6 +10,7 @@ if torch.cuda.is_available():
     pytest.skip("test_deterministic_kernels_gpu.py runs the compiled kernels here", allow_module_level=True)
 pytest.importorskip("triton")
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 from qwen_engine.kernels import deterministic, gpu, reference
@@ -22,8 +23,9 @@ impls = pytest.mark.parametrize("impl", [deterministic, gpu.deterministic], ids=
 
 @pytest.fixture
 def short_spans(monkeypatch):
-    """Several spans without the interpreter's time for long sequences."""
+    """Several spans, merged in several turns, without the interpreter's time for long sequences."""
     monkeypatch.setattr(attention, "_SPAN", 64)
+    monkeypatch.setattr(attention, "_MERGED_AT_ONCE", tl.constexpr(4))
 
 
 @pytest.fixture
@@ -86,8 +88,15 @@ def test_tiles_cover_any_product_and_stay_warp_group_wide(gated, dtype):
 @dtypes
 @pytest.mark.parametrize("seq_lens", [*checks.SEQ_LENS, [600, 1, 0, 257]], ids=str)
 def test_decode_attention_equals_fp64(impl, dtype, seq_lens, short_spans):
-    for programs in (None, 1, 3 * len(seq_lens) * 2):
-        checks.check_decode(impl, "cpu", dtype, seq_lens, (4, 2), 64, 16, programs)
+    checks.check_decode(impl, "cpu", dtype, seq_lens, (4, 2), 64, 16)
+
+
+@pytest.mark.parametrize("seq_lens", [[63, 1, 64, 65], [127, 128, 0, 129], [600, 1, 0, 257]], ids=str)
+@pytest.mark.parametrize("shares", [0, 3])
+def test_programs_share_out_the_spans(seq_lens, shares, short_spans):
+    """Too few programs for a row each, or three for every row and KV head."""
+    programs = shares * len(seq_lens) * 2 or 1
+    checks.check_decode(gpu.deterministic, "cpu", torch.float16, seq_lens, (4, 2), 64, 16, programs)
 
 
 @impls

@@ -204,8 +204,11 @@ def test_a_filtered_draw_is_a_draw_from_what_is_left():
     checks.check_filtered_argmax(gpu, "cpu")
 
 
-@dtypes
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5), (9, 300), (5, 4099)])
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "dtype"),
+    [(1, 5, torch.float32), *((9, 300, dtype) for dtype in checks.DTYPES), (5, 4099, torch.bfloat16)],
+    ids=str,
+)
 def test_masks_biases_and_penalties_change_their_rows_alone(dtype, rows, vocab_size):
     checks.check_adjust_logits(gpu, "cpu", dtype, rows, vocab_size)
 
@@ -233,8 +236,12 @@ def test_token_logprobs_and_ranks_equal_log_softmax(dtype, rows, vocab_size, voc
     checks.check_token_logprobs(gpu, "cpu", dtype, rows, vocab_size)
 
 
-@dtypes
-@pytest.mark.parametrize(("rows", "vocab_size", "count"), checks.BEST)
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "count", "dtype"),
+    [(*shape, torch.float32) for shape in checks.BEST]
+    + [(*shape, dtype) for shape in ((7, 2047, 5), (5, 6200, 20)) for dtype in (torch.float16, torch.bfloat16)],
+    ids=str,
+)
 def test_best_ids_come_in_the_order_of_a_sort(dtype, rows, vocab_size, count):
     checks.check_best_ids(gpu, "cpu", dtype, rows, vocab_size, count)
 
@@ -316,7 +323,7 @@ def test_the_device_counts_the_live_rows_and_shares_out_the_programs(seq_lens, p
     checks.check_decode(gpu, "cpu", torch.float32, seq_lens, (4, 2), 64, 16, programs, 4096, live_rows=True)
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "spans",
     [
