@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU", allow_module_level=True)
 
 from qwen_engine.kernels import gpu  # noqa: E402
-from qwen_engine.kernels.gpu import matrix_products  # noqa: E402
+from qwen_engine.kernels.gpu import common, matrix_products  # noqa: E402
 from qwen_engine.kernels.gpu.linear_tiles import MAX_FEW_ROWS, Tiles, tiles_for_few_rows  # noqa: E402
 
 if not matrix_products.starts_early(1, torch.bfloat16, torch.device("cuda", 0)):
@@ -164,10 +164,19 @@ def test_weights_read_early_and_inputs_never(rows):
 def test_the_switch_leaves_all_products_to_cublas(monkeypatch):
     x, weight = operands(torch.bfloat16, 9, 512, 1024)
     with_kernel = gpu.linear(x, weight), gpu.gated_linear(x, weight)
-    monkeypatch.setattr(matrix_products, "_hopper_product", lambda _: None)
-    assert len(gpu.linear_parts(x, weight)) == 1
-    for ours, cublas in zip(with_kernel, (gpu.linear(x, weight), gpu.gated_linear(x, weight))):
-        assert checks.relative_error(ours, cublas.double()) < 6e-3
+    monkeypatch.setenv("QWEN_ENGINE_HOPPER", "0")
+    asked = (common.has_hopper_kernels, matrix_products._hopper_product)
+    try:
+        for function in asked:
+            function.cache_clear()
+        assert not matrix_products.starts_early(1, torch.bfloat16, x.device)
+        assert torch.equal(gpu.linear_parts(x, weight), torch.nn.functional.linear(x, weight)[None])
+        for ours, cublas in zip(with_kernel, (gpu.linear(x, weight), gpu.gated_linear(x, weight))):
+            assert checks.relative_error(ours, cublas.double()) < 6e-3
+    finally:
+        monkeypatch.undo()
+        for function in asked:
+            function.cache_clear()
 
 
 def test_tiles_of_every_size_have_room():

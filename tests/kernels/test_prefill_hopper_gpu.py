@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU", allow_module_level=True)
 
 from qwen_engine.kernels import gpu  # noqa: E402
-from qwen_engine.kernels.gpu import prefill  # noqa: E402
+from qwen_engine.kernels.gpu import common, prefill  # noqa: E402
 
 if prefill.hopper_attention(torch.device("cuda", 0)) is None:
     pytest.skip("no Hopper GPU, or not the Triton that the kernel is written for", allow_module_level=True)
@@ -140,12 +140,16 @@ def test_the_environment_turns_it_off_and_outputs_stay_right(monkeypatch):
     spans = [(1200, 1200), (400, 5000)]
     checks.check_prefill(gpu, "cuda", torch.bfloat16, spans, (32, 4), 128, 16)
     monkeypatch.setenv("QWEN_ENGINE_HOPPER", "0")
-    prefill.hopper_attention.cache_clear()
+    asked = (common.has_hopper_kernels, prefill.hopper_attention)
     try:
+        for function in asked:
+            function.cache_clear()
         assert prefill.hopper_attention(device) is None
         checks.check_prefill(gpu, "cuda", torch.bfloat16, spans, (32, 4), 128, 16)
     finally:
-        prefill.hopper_attention.cache_clear()
+        monkeypatch.undo()
+        for function in asked:
+            function.cache_clear()
 
 
 def test_descriptors_keep_no_cache_allocated(hopper_calls):
