@@ -1,6 +1,7 @@
 """What the attention kernels share: the walk through the pages, the dtype of dot operands, facts about the device."""
 
 import os
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -98,6 +99,17 @@ def has_hopper_kernels(device: torch.device) -> bool:
     """
     wanted = os.environ.get("QWEN_ENGINE_HOPPER", "1") != "0" and triton.__version__.startswith("3.6.")
     return wanted and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAddress:
+    """A tensor, as far as a descriptor needs it; unlike one it keeps no memory allocated."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @cache

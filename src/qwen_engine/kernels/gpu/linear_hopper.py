@@ -11,7 +11,6 @@ takes every so-many-th of the units, a unit being a tile of the weight's rows, o
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from triton.compiler import CompiledKernel
@@ -26,14 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qwen_engine.kernels.gpu.common import cdiv, let_next_start, num_sms, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import TensorAddress, cdiv, let_next_start, num_sms, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import only_compiles
 from qwen_engine.kernels.gpu.linear_tiles import Tiles
 
 _PANEL = 64  # columns of a box: 128 bytes, the width of a row in swizzled shared memory
 _PANEL_COLUMNS = gl.constexpr(_PANEL)
 _GROUP_ROWS = gl.constexpr(64)  # rows of a consumer
-_TOGETHER = gl.constexpr(8)
+_TOGETHER = gl.constexpr(8)  # tiles of the weight that all tiles of x meet before the next ones do
 
 
 @gluon.jit
@@ -207,23 +206,12 @@ def _linear_kernel(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """A tensor, as far as a descriptor needs it; unlike one it keeps no memory allocated."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 @functools.lru_cache(maxsize=4096)
 def _boxes(address: int, dtype: torch.dtype, rows: int, columns: int, stride: int, box_rows: int) -> TensorDescriptor:
     """A matrix that is read in boxes of so many rows and a panel's columns; what lies outside of it is zeros."""
     box = [box_rows, _PANEL]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # the same for fp16
-    return TensorDescriptor(_Address(address, dtype), [rows, columns], [stride, 1], box, layout)
+    return TensorDescriptor(TensorAddress(address, dtype), [rows, columns], [stride, 1], box, layout)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -234,7 +222,7 @@ def _boxes_of_halves(
     box = [box_rows // 16, 2, 8, _PANEL]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     shape, strides = [rows // 16, 2, 8, columns], [8 * stride, rows // 2 * stride, stride, 1]
-    return TensorDescriptor(_Address(address, dtype), shape, strides, box, layout)
+    return TensorDescriptor(TensorAddress(address, dtype), shape, strides, box, layout)
 
 
 def _registers(x_rows: int) -> int:

@@ -11,7 +11,6 @@ take as many passes as there are tiles, so a phase follows from a running count.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from triton.compiler import CompiledKernel
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qwen_engine.kernels.gpu.common import LOG2_E, let_next_start, num_sms, pdl_options, wait_for_inputs
+from qwen_engine.kernels.gpu.common import LOG2_E, TensorAddress, let_next_start, num_sms, pdl_options, wait_for_inputs
 from qwen_engine.kernels.gpu.launching import only_compiles
 from qwen_engine.kernels.gpu.prefill_tiles import HALF_M, TILE_WORDS
 
@@ -349,23 +348,12 @@ def _prefill_kernel(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """A tensor, as far as a descriptor needs it; unlike one it keeps no memory allocated."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 @functools.lru_cache(maxsize=1024)
 def _pages(address: int, dtype: torch.dtype, num_rows: int, block_size: int) -> TensorDescriptor:
     """A layer's K or V as [num_rows, head_dim], of which a page's rows, at most a tile's, come in one box per panel."""
     box = [min(block_size, _BLOCK_N), _PANEL]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # the same for fp16
-    return TensorDescriptor(_Address(address, dtype), [num_rows, _HEAD_DIM], [_HEAD_DIM, 1], box, layout)
+    return TensorDescriptor(TensorAddress(address, dtype), [num_rows, _HEAD_DIM], [_HEAD_DIM, 1], box, layout)
 
 
 def _compile(device: torch.device, dtype: torch.dtype, group: int, block_size: int) -> tuple[CompiledKernel, tuple]:
