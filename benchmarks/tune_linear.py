@@ -16,13 +16,13 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import triton
+from kernels import time_us
 
 from qwen_engine.config import ModelConfig
 from qwen_engine.distributed.tp_group import TPGroup
@@ -125,24 +125,7 @@ class Layers:
     def us(self, table: dict[Shape, Choice], replays: int) -> float:
         """Microseconds of a layer, median over the replays."""
         with chosen(table), torch.inference_mode():
-            return graph_us(self.step, replays) / self.count
-
-
-def graph_us(step: Callable[[], object], replays: int) -> float:
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:])
+            return time_us([self.step], replays) / self.count
 
 
 def compile_product(tiles: Tiles, gated: bool) -> str | None:
